@@ -4,7 +4,7 @@ PyTorch's ``AveragedModel`` averages what the module holds. Here its own averagi
 run on exact weights, one part after another.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from itertools import chain
 from types import SimpleNamespace
@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_vram.core.host.memory import PART_ELEMENTS
-from lightning_vram.core.host.transfers import Ticket
 from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.core.tensors.properties import WHOLE_LAYOUT, stored_like
 from lightning_vram.optimizers.bf16_weights import LeanParameters
@@ -52,13 +51,8 @@ class Average:
             self._patches.pop().remove()
 
     @torch.no_grad()
-    def _move(self, number: Tensor, pairs: Pairs, copied: Pairs = (), event: torch.Event | None = None) -> None:
-        """Move a part of the average by its own ``update_parameters``, after ``event``; copy buffers.
-
-        ``number`` models were averaged before.
-        """
-        if event is not None:
-            event.synchronize()
+    def _move(self, number: Tensor, pairs: Pairs, copied: Pairs = ()) -> None:
+        """Move a part of the average of ``number`` models by its own ``update_parameters``; copy buffers."""
         for own, other in copied:
             own.copy_(other)
         if pairs:
@@ -129,23 +123,21 @@ class LeanAverage(Average):
 class HostAverage(Average):
     """An average sharded as the module is, on the host: 4 bytes per fp32 parameter, divided by the ranks.
 
-    It moves in the thread that steps the weights, after the step of their group, in parts small enough for the caches.
-    Reading an averaged parameter blocks until it is written. ``gather`` makes the state of a sharded module, for a
-    checkpoint.
+    It moves in the thread that steps the weights, in parts small enough for the caches; reading one waits for that.
+    ``gather`` makes the state of a sharded module, for a checkpoint.
     """
 
     optimizers: HostOptimizers  # to be set before the first update
 
     def __init__(self, average: AveragedModel, module: nn.Module, sharding: FullSharding, gather: Gather) -> None:
         self._sharding, self._gather = sharding, gather
-        self._moving: Ticket | None = None  # scalars and buffers
         pairs = list(zip(average.to("cpu").module.parameters(), module.parameters(), strict=True))
         made = {own: _make_shard(average, own, shard) for own, shard in pairs if isinstance(shard, DTensor)}
         _replace(average.module, made)
         super().__init__(average, module, {shard for own, shard in pairs if own in made}, self.update)
         self._patches.append(MethodPatch(average, "state_dict", partial(partial, self._read_state)))
         for name in ("parameters", "buffers"):
-            self._patches.append(MethodPatch(average.module, name, partial(partial, self._settle_first)))
+            self._patches.append(MethodPatch(average.module, name, partial(partial, self._reshard_first)))
 
     def update(self, model: nn.Module) -> None:
         """Begin to move the average towards the weights after the current steps."""
@@ -155,11 +147,8 @@ class HostAverage(Average):
             weights = [parameter.sharded_param for parameter in group.fsdp_params]
             watched = [*weights, *(self._averages[weight] for weight in weights)]
             self.optimizers.work_beside(partial(self._move_group, number, group), group, watched, is_reader=True)
-        averaged, copied = map(_copy_second, self._list_rest(model))  # now: the next forward may write to them
-        if averaged or copied:
-            device = self._sharding.device
-            event = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
-            self._moving = self.optimizers.work_beside(partial(self._move, number, averaged, copied, event), None, ())
+        averaged, copied = self._list_rest(model)
+        self._move(number, [(own, other.detach().cpu()) for own, other in averaged], copied)
         self.optimizers.arrange_by_forward()
         self.average.n_averaged += 1
         self._sharding.gather_root()
@@ -199,18 +188,15 @@ class HostAverage(Average):
         for group in self._sharding.groups:
             group.forget_whole()
 
-    def _settle_first(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Patch for code that reads the average and the module together."""
+    def _reshard_first(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Patch for code that reads the average and the module together. Reading a shard waits by itself."""
         self._reshard()
         self._sharding.gather_root()
-        moving, self._moving = self._moving, None
-        if moving is not None:  # reading a shard waits by itself
-            moving.wait()
         return inner(*args, **kwargs)
 
     def _read_state(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return ``state_dict`` with parameters in the form of checkpoints. A collective."""
-        state = self._settle_first(inner, *args, **kwargs)
+        state = self._reshard_first(inner, *args, **kwargs)
         rest = {key: value for key, value in state.items() if not key.startswith(_PREFIX)}
         return rest | {_PREFIX + key: value for key, value in self._gather(self.average.module).items()}
 
@@ -237,8 +223,3 @@ def _replace(module: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> Non
         for key, parameter in own_parameters(part).items():
             if parameter in others:
                 own_parameters(part)[key] = others[parameter]
-
-
-def _copy_second(pairs: Iterable[tuple[Tensor, Tensor]]) -> Pairs:
-    """Copy the tensors of the module to the host, without waiting for them."""
-    return [(own, other.detach().to("cpu", non_blocking=True, copy=True)) for own, other in pairs]

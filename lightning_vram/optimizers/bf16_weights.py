@@ -19,11 +19,11 @@ Kahan and stochastic rounding) for each weight of the current chunk: four millio
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from typing import Any
 
 import torch
@@ -34,23 +34,31 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Adagrad, Optimizer
 
-from lightning_vram.core.tensors.codecs import rounded_by_place, seed_of
-from lightning_vram.core.tensors.properties import flat_as_stored, is_dense, is_strided, stored_like
+from lightning_vram.argument_checks import check_choice
+from lightning_vram.core.tensors.codecs import add_compensation_, compensate_, join_, rounded_by_place, seed_of, split_
+from lightning_vram.core.tensors.properties import (
+    count,
+    count_writes,
+    flat_as_stored,
+    is_dense,
+    is_strided,
+    stop_counting,
+    stored_like,
+)
 from lightning_vram.memory.storages import storage_address
 from lightning_vram.memory.tracking.ledger import forget_optimizer_tensors, register_optimizer_tensors
-from lightning_vram.optimizers.bf16_chunks import WeightChunk, list_rests, make_chunks, upcast_flat, views_like
 from lightning_vram.optimizers.moment_forms import HeldStates, Seed, UpdateCheck
 from lightning_vram.optimizers.step_round import (
     Member,
     State,
     StepRound,
+    StepTakeOver,
     iterate_parameters,
     make_proxy,
     publish_state,
     steps_like,
     why_not_steppable,
 )
-from lightning_vram.optimizers.take_over import StepTakeOver
 from lightning_vram.private_names.dispatcher import copy_each, is_traceable_wrapper_subclass
 from lightning_vram.private_names.torch import forward_pre_hooks
 
@@ -117,6 +125,197 @@ def refuse_lost_updates(optimizers: Iterable[Optimizer]) -> None:
             )
 
 
+class WeightCodec:
+    """Stores ``rest``, what bf16 weights of a scheme lack: flat, one element per weight, or ``None``.
+
+    master: an fp32 copy, 4 bytes, exact. split: the lower half of the fp32 pattern, 2 bytes, exact. kahan: the rounding
+    error in bf16, 2 bytes, 16 significant bits together. stochastic: nothing, weights are stochastically rounded.
+    """
+
+    def __init__(self, scheme: str) -> None:
+        self.rest: Tensor | None = None
+        self._scheme = scheme
+
+    def read(self, weights: Tensor) -> Tensor:
+        """Return exact weights: flat fp32, from the bf16 weights in fp32. May work in place."""
+        if self.rest is None:
+            return weights
+        if self._scheme == "bf16+master":
+            # A weight that differs from the rounded copy was written by user code.
+            return torch.where(weights == self.rest.bfloat16(), self.rest, weights, out=self.rest)
+        (join_ if self._scheme == "bf16+split" else add_compensation_)(weights, self.rest)
+        return weights
+
+    def write(self, exact: Tensor, seed: int | None) -> Tensor:
+        """Store the remainder of exact weights (flat fp32), and return bf16 weights; ``seed`` of rounding, if any."""
+        if self._scheme == "bf16+master":
+            self.rest = exact
+        elif self._scheme == "bf16+stochastic":  # without a seed the copy to bf16 rounds to nearest
+            return exact if seed is None else rounded_by_place(exact, 0, seed)
+        elif self._scheme == "bf16+split":
+            self.rest = torch.empty_like(exact, dtype=torch.int16) if self.rest is None else self.rest
+            split_(exact, self.rest)
+        else:
+            self.rest = torch.empty_like(exact, dtype=torch.bfloat16) if self.rest is None else self.rest
+            return compensate_(exact, self.rest)
+        return exact
+
+
+CHUNK_ELEMENTS = 2**22  # 16 MiB in fp32
+
+
+class WeightChunk:
+    """Converts parameters on one device, all frozen or none, to bf16 in place, until :meth:`restore`.
+
+    The remainder of frozen parameters is in host memory, exact for every scheme. Once they are trained, their chunk
+    moves to the device at the first step. ``number`` seeds the rounding.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], scheme: str, number: int) -> None:
+        self.parameters = tuple(parameters)
+        self.number = number
+        self._scheme = scheme
+        self._dtypes = tuple(parameter.dtype for parameter in parameters)
+        self._writes: list[int] = []  # to each parameter, once they are counted
+        self.is_resting = not parameters[0].requires_grad
+        self.codec = self._resting_codec() if self.is_resting else WeightCodec(scheme)
+        exact, _ = upcast_flat(parameters, "cpu" if self.is_resting else parameters[0].device)
+        weights = self.codec.write(exact, None)
+        for parameter in parameters:
+            _change_dtype(parameter, torch.bfloat16)
+        self._scatter(weights)
+
+    def read(self) -> Tensor:
+        """Return exact weights: flat fp32, on the device of the remainder, read-only."""
+        device = self.parameters[0].device if self.codec.rest is None else self.codec.rest.device
+        return self.codec.read(upcast_flat(self.parameters, device)[0])
+
+    def check(self) -> None:
+        """Refuse parameters whose dtype was changed."""
+        for parameter in self.parameters:
+            if parameter.dtype is not torch.bfloat16:
+                raise RuntimeError(
+                    f"A parameter of shape {tuple(parameter.shape)} is {parameter.dtype} and no longer "
+                    "torch.bfloat16: do not convert the module during the fit."
+                )
+
+    def read_for_step(self) -> Tensor:
+        """Check, and return exact weights on the device of the parameters, to change in place for :meth:`write`."""
+        self.check()
+        device = self.parameters[0].device
+        if self.is_resting:
+            exact = self.read().to(device)
+            self.is_resting, self.codec = False, WeightCodec(self._scheme)
+            self._scatter(self.codec.write(exact, None))
+        if self.codec.rest is not None and self.codec.rest.device != device:
+            self.codec.rest = self.codec.rest.to(device)  # the module was moved
+        return self.read()
+
+    def write(self, exact: Tensor, seed: int, stepped: Collection[nn.Parameter]) -> None:
+        """Store stepped weights. Others are not written: a graph may need them."""
+        views = views_like(self.codec.write(exact, seed), self.parameters)
+        pairs = [pair for pair in zip(self.parameters, views, strict=True) if pair[0] in stepped]
+        copy_each([parameter.detach() for parameter, _ in pairs], [view for _, view in pairs])
+
+    def take(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Set exact weights of some parameters."""
+        self.check()
+        exact = self.read()
+        for parameter, view in zip(self.parameters, views_like(exact, self.parameters), strict=True):
+            if parameter in values:
+                view.copy_(values[parameter])
+        self._scatter(self.codec.write(exact, None))
+
+    def lend(self, values: Sequence[Tensor]) -> Callable[[], None]:
+        """Set exact values until the next step, or until the returned function restores the bits from before."""
+        weights = [parameter.detach().to("cpu", copy=True) for parameter in self.parameters]
+        codec, is_resting = self.codec, self.is_resting
+        self.codec, self.is_resting = self._resting_codec(), True
+        self._scatter(self.codec.write(upcast_flat(values, "cpu")[0], None))
+
+        def take_back() -> None:
+            self.codec, self.is_resting = codec, is_resting
+            self._write(weights)
+
+        return take_back
+
+    def find_written(self) -> list[nn.Parameter]:
+        """Return the frozen parameters that other code has written since the last call."""
+        if not self.is_resting:
+            return []
+        for parameter in self.parameters:
+            count(parameter)
+        before, self._writes = self._writes, [count_writes(parameter) for parameter in self.parameters]
+        changes = zip(self.parameters, before, self._writes, strict=bool(before))
+        return [parameter for parameter, known, now in changes if now != known]
+
+    def restore(self) -> None:
+        """Restore dtype and exact weights of the parameters that are still bf16."""
+        views = views_like(self.read(), self.parameters)
+        for parameter, dtype, values in zip(self.parameters, self._dtypes, views, strict=True):
+            stop_counting(parameter)
+            if parameter.dtype is torch.bfloat16:
+                _change_dtype(parameter, dtype)
+                parameter.copy_(values)
+        self.codec.rest = None
+
+    def _resting_codec(self) -> WeightCodec:
+        """Return the codec for host memory: split rounds ties differently from autocast, which master must not."""
+        return WeightCodec("bf16+master" if self._scheme == "bf16+master" else "bf16+split")
+
+    def _scatter(self, flat: Tensor) -> None:
+        self._write(views_like(flat, self.parameters))
+
+    def _write(self, values: Sequence[Tensor]) -> None:
+        copy_each([parameter.detach() for parameter in self.parameters], values)
+        if self._writes:
+            self._writes = [count_writes(parameter) for parameter in self.parameters]
+
+
+def make_chunks(parameters: Iterable[nn.Parameter], scheme: str) -> list[WeightChunk]:
+    """Convert floating parameters to bf16, in place, in chunks of ``CHUNK_ELEMENTS`` weights or one larger one."""
+
+    def key(parameter: nn.Parameter) -> tuple[str, bool]:
+        return str(parameter.device), parameter.requires_grad
+
+    batches: list[list[nn.Parameter]] = []
+    for _, alike in groupby(sorted(parameters, key=key), key):
+        num_free = -1
+        for parameter in alike:
+            if parameter.numel() > num_free:
+                batches.append([])
+                num_free = CHUNK_ELEMENTS
+            batches[-1].append(parameter)
+            num_free -= parameter.numel()
+    return [WeightChunk(batch, scheme, number) for number, batch in enumerate(batches)]
+
+
+def _list_rests(chunks: Iterable[WeightChunk]) -> list[Tensor]:
+    return [chunk.codec.rest for chunk in chunks if chunk.codec.rest is not None]
+
+
+def upcast_flat(tensors: Sequence[Tensor], device: torch.device | str | None) -> tuple[Tensor, list[Tensor]]:
+    """Copy tensors into one flat fp32 tensor on ``device``; return it, and its views."""
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=torch.float32, device=device)
+    views = views_like(flat, tensors)
+    if tensors:
+        copy_each(views, [tensor.detach() for tensor in tensors])
+    return flat, views
+
+
+def views_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of ``flat`` in the shapes of ``tensors``."""
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors]) if tensors else ()
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _change_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Give a parameter new, uninitialized memory, and convert its gradient."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    parameter.grad = None if gradient is None else gradient.to(dtype)
+
+
 def floating(state: State) -> list[str]:
     """Name the floating tensors of a state; those without dimensions (step counts) keep their precision."""
     tensors = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
@@ -153,10 +352,7 @@ def refill_accumulators(optimizer: Optimizer, parameters: Container[nn.Parameter
 
 
 class UpcastStates:
-    """Replaces elementwise bf16 states by fp32 ones, in place, until :meth:`round`.
-
-    Rounding to nearest would lose what a decay of .999 moves: less than half a unit of bf16 per step.
-    """
+    """Replaces elementwise bf16 states by fp32 ones until :meth:`round`: to nearest, a decay of .999 would be lost."""
 
     def __init__(self, states: Iterable[tuple[torch.Size, State]]) -> None:
         slots = [(state, key) for shape, state in states for key in full_sized(shape, state)]
@@ -198,24 +394,12 @@ class LeanParameters(StepTakeOver):
     The remainder of a frozen parameter is in host memory. Values that user code writes to a parameter are rounded:
     zeros and NaNs exact, others to half a unit in the last place of bf16, because split and Kahan add their remainder.
     Ranks with the same weights and gradients have the same weights after a step; the global random state is unused.
-
-    Example:
-        >>> layer = nn.Linear(4, 4)
-        >>> lean = LeanParameters(layer.parameters(), "bf16+split")
-        >>> optimizer = torch.optim.AdamW(layer.parameters())
-        >>> lean.attach([optimizer])
-        >>> layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
-        >>> optimizer.step()
-        >>> lean.restore()
-        >>> layer.weight.dtype
-        torch.float32
     """
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], scheme: str, names: Mapping[str, nn.Parameter] | None = None
     ) -> None:
-        if scheme not in SCHEMES:
-            raise ValueError(f"LeanParameters(scheme) must be one of {', '.join(SCHEMES)}, got {scheme!r}.")
+        check_choice("LeanParameters(scheme)", scheme, SCHEMES)
         unique = list(dict.fromkeys(parameters))
         unique = [p for p in unique if isinstance(p, UninitializedParameter) or p.is_floating_point()]
         for parameter in unique:
@@ -227,8 +411,8 @@ class LeanParameters(StepTakeOver):
         has_bf16_states = scheme in ("bf16+kahan", "bf16+stochastic")
         self._dtypes = torch.float32, torch.bfloat16 if has_bf16_states else torch.float32  # of states: all, full-sized
         self._names = dict(names or {})
-        self._num_steps = 0
-        self._check = UpdateCheck()
+        self.num_steps = 0  # of all optimizers: it seeds the rounding
+        self.check = UpdateCheck()  # of updates that rounding undoes
         self._has_stepped: set[int] = set()  # optimizers, by id, since frozen parameters were looked at
         self._num_looks = 0
         self._writes: defaultdict[nn.Parameter, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_WRITES))
@@ -236,11 +420,8 @@ class LeanParameters(StepTakeOver):
         super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Step optimizers in fp32 from now on; refuse all if one with bf16 weights cannot step in chunks.
-
-        Other optimizers of these parameters are attached at their first step. Repeated calls do nothing.
-        """
-        fresh = [optimizer for optimizer in optimizers if not self._is_taken(optimizer)]
+        """Step optimizers in fp32 from now on; refuse all if one with bf16 weights cannot step in chunks."""
+        fresh = [optimizer for optimizer in optimizers if optimizer not in self._taken]
         for optimizer in fresh:
             if self._has_ours(optimizer) and (objection := why_not_steppable(optimizer)):
                 raise ValueError(objection)
@@ -252,7 +433,7 @@ class LeanParameters(StepTakeOver):
                 optimizer.register_load_state_dict_pre_hook(self._held.before_load),
                 optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
             ]
-            register_optimizer_tensors(optimizer, partial(list_rests, self._chunks))  # self would keep it alive
+            register_optimizer_tensors(optimizer, partial(_list_rests, self._chunks))  # self would keep it alive
 
     @torch.no_grad()
     def full_state(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -299,26 +480,9 @@ class LeanParameters(StepTakeOver):
                 undo.callback(chunk.lend([values[parameter] for parameter in chunk.parameters]))
         return undo.close
 
-    def check_updates(self, is_due: Callable[[], bool]) -> None:
-        """Count updates that rounding undoes, in steps that are due."""
-        self._check = UpdateCheck(is_due)
-
-    @property
-    def lost_updates(self) -> Tensor | None:
-        """Share of the last step's updates, 0 to 1, that rounding undid; ``None``: not counted."""
-        return self._check.share
-
     def rests(self) -> list[Tensor]:
         """Return the remainders of bf16 weights: flat int16, bf16 or fp32, in the same order on all ranks."""
-        return list_rests(self._chunks)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps of all optimizers: it seeds the rounding."""
-        return {"num_steps": self._num_steps}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the number of steps."""
-        self._num_steps = state_dict["num_steps"]
+        return _list_rests(self._chunks)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -341,8 +505,8 @@ class LeanParameters(StepTakeOver):
             self._has_stepped.clear()
             self._refuse_frozen_writes()
         self._has_stepped.add(id(optimizer))
-        self._num_steps += 1
-        self._check.begin()
+        self.num_steps += 1
+        self.check.begin()
         step_round = StepRound(optimizer, is_on_host=False, contiguous=self._places)
         by_chunk: dict[WeightChunk | None, list[Member]] = {}
         for member in step_round.take_rest():
@@ -358,7 +522,7 @@ class LeanParameters(StepTakeOver):
     @torch.no_grad()
     def _step_chunk(self, step_round: StepRound, chunk: WeightChunk, members: Sequence[Member]) -> None:
         exact = chunk.read_for_step()
-        before = exact.clone() if self._check.is_counting else None
+        before = exact.clone() if self.check.is_counting else None
         states = [dict(member.local_state) for member in members]
         shaped = [(member.shard.shape, state) for member, state in zip(members, states, strict=True)]
         upcast = UpcastStates(shaped) if torch.bfloat16 in self._dtypes else None
@@ -366,7 +530,7 @@ class LeanParameters(StepTakeOver):
             groups = [member.group for member in members]
             step_round.step_proxies(groups, _make_proxies(chunk, exact, members), states)
         finally:
-            seed = self._num_steps, chunk.number
+            seed = self.num_steps, chunk.number
             if upcast is not None:
                 upcast.round(shaped, seed)
             for member, state in zip(members, states, strict=True):
@@ -375,7 +539,7 @@ class LeanParameters(StepTakeOver):
             # As in fp32, a step that fails half-way leaves what it has done.
             chunk.write(exact, seed_of(*seed, 0), {member.parameter for member in members})
         if before is not None and stepped is not None:
-            self._check.count(before, stepped, chunk.read())
+            self.check.count(before, stepped, chunk.read())
 
     def _refuse_frozen_writes(self) -> None:
         """Refuse frozen parameters that user code moves a little at every step, as momentum encoders do.
@@ -402,7 +566,6 @@ class LeanParameters(StepTakeOver):
 
 
 def _is_copy(value: Tensor, parameter: nn.Parameter) -> bool:
-    """Whether both hold the same bits."""
     if value.dtype is not parameter.dtype or value.shape != parameter.shape:
         return False
     return torch.equal(value.to(parameter.device).view(torch.int16), parameter.detach().view(torch.int16))

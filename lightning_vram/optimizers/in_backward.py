@@ -24,16 +24,15 @@ from lightning_vram.optimizers.low_precision import LowPrecisionMoments
 from lightning_vram.optimizers.step_round import (
     State,
     StepRound,
+    StepTakeOver,
     iterate_parameters,
+    owner_of,
     refuse_optimizer,
     steps_like,
     why_not_steppable,
 )
-from lightning_vram.optimizers.take_over import StepTakeOver, owner_of
 from lightning_vram.private_names.ddp import drop_reduced_gradients, prepare_for_backward
-from lightning_vram.private_names.fsdp2 import (
-    local_shard,
-)
+from lightning_vram.private_names.fsdp2 import local_shard
 from lightning_vram.private_names.torch import note_step
 from lightning_vram.techniques.mixed_precision import note_unscaled, unscale_part
 
@@ -127,9 +126,9 @@ class OneStep:
             apply_clip_factor([local_shard(parameter.grad)], self.factor)
 
 
-def refuse_accumulation(name: str, optimizer: Optimizer, *, is_stepped_here: bool) -> None:
+def _refuse_accumulation(optimizer: Optimizer, *, is_stepped_here: bool) -> None:
     """Refuse an optimizer whose moments cannot accumulate gradients; ``is_stepped_here``: nothing else steps it."""
-    kind, way_out = type(optimizer).__name__, "or keep_gradients=True."
+    name, kind, way_out = f"{NAME}(keep_gradients=False)", type(optimizer).__name__, "or keep_gradients=True."
     if not steps_like(type(optimizer), [Adam, AdamW]):
         raise ValueError(f"{name} is for Adam and AdamW of torch.optim, got {kind}: use one of these, {way_out}")
     if not is_stepped_here:
@@ -166,10 +165,9 @@ Sent = tuple[Any, list[Tensor], list[Tensor]]  # pending reduction, parameters, 
 
 
 class ReducedBuckets:
-    """Replaces the reduction of ``ddp`` by a bit-exact one in a communication hook.
+    """Replaces the reduction of ``ddp`` by a bit-exact one in a communication hook: others run before the reduction.
 
-    Hooks of parameters would run before the reduction. ``take`` gets a parameter with its gradient while the next
-    bucket is reduced.
+    ``take`` gets a parameter with its gradient while the next bucket is reduced.
     """
 
     def __init__(self, ddp: DistributedDataParallel, take: Callable[[Any], None]) -> None:
@@ -216,11 +214,9 @@ def _reduce(buckets: ReducedBuckets | None, bucket: Any) -> Any:
 
 
 class BackwardSteps(StepTakeOver):
-    """Optimizers that step in the backward of their closure, until :meth:`let_go`. They stay the same objects.
+    """Optimizers that step in the backward of their closure, until :meth:`let_go`; under DDP as buckets are reduced.
 
-    A backward outside a closure accumulates gradients as usual; gradients that are left are stepped with at the end of
-    the step. Under ``DistributedDataParallel`` parameters step when their bucket is reduced.
-
+    A backward outside a closure accumulates gradients; what is left is stepped with at the end of the step.
     ``may_be_early`` gets the closure before a step and returns whether gradients may be used as soon as they exist;
     otherwise parameters step one by one after the closure. ``None``: never. Without ``keeps_gradients``, moments
     accumulate the gradients (approximate).
@@ -252,7 +248,7 @@ class BackwardSteps(StepTakeOver):
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Step these in the backward from now on; refuse all if one cannot."""
-        fresh = [one for one in optimizers if not self._is_taken(one)]
+        fresh = [one for one in optimizers if one not in self._taken]
         for optimizer in fresh:
             owner = owner_of(optimizer)
             why = why_not_steppable(optimizer, f"{NAME} cannot step", f"leave {NAME} out")
@@ -262,8 +258,7 @@ class BackwardSteps(StepTakeOver):
                 raise ValueError(why)
             refuse_optimizer(optimizer, is_split=any(map(is_shard, iterate_parameters(optimizer))))
             if not self._keeps_gradients:
-                is_stepped_here = id(optimizer) not in self._moments
-                refuse_accumulation(f"{NAME}(keep_gradients=False)", optimizer, is_stepped_here=is_stepped_here)
+                _refuse_accumulation(optimizer, is_stepped_here=id(optimizer) not in self._moments)
         for optimizer in fresh:
             self._take_over(optimizer)
 

@@ -120,10 +120,9 @@ class MappedTensor(LowBitTensor):
 
 def empty_mapped(like: Tensor, code_map: CodeMap) -> MappedTensor:
     """Return one of zeros, of the shape and device of a contiguous tensor."""
-    count = like.numel()
-    num_bytes = count // 2 if len(code_map.values) == 16 else count
+    num_bytes = like.numel() // 2 if len(code_map.values) == 16 else like.numel()
     records = torch.zeros(num_bytes, dtype=torch.uint8, device=like.device)
-    scales = torch.zeros(-(-count // code_map.block_size), device=like.device)
+    scales = torch.zeros(-(-like.numel() // code_map.block_size), device=like.device)
     return MappedTensor(records, scales, like.shape, code_map)
 
 

@@ -1,6 +1,6 @@
 """Low-precision moments: 4, 2.06 or 1.06 bytes per weight for Adam instead of 8.
 
-Steps are planned where compiled code can run (``step_plan.py``). The others run torch's own kernel on parts of some
+Steps are planned where compiled rows can run (``row_steps.py``). The others run torch's own kernel on parts of some
 million weights (``step_loop.py``), with moments upcast to float32 and rounded afterwards: 12 bytes per weight.
 """
 
@@ -19,18 +19,13 @@ from lightning_vram.optimizers.moment_forms import (
     find_unsupported,
     upcast_when_stepped,
 )
-from lightning_vram.optimizers.row_steps import compile_ahead, is_ruled, rule_of
+from lightning_vram.optimizers.row_steps import StepPlan, can_run, compile_ahead, rule_of
 from lightning_vram.optimizers.step_loop import step_in_parts
-from lightning_vram.optimizers.step_plan import StepPlan
-from lightning_vram.optimizers.step_round import Member, StepRound, iterate_parameters
-from lightning_vram.optimizers.take_over import StepTakeOver
+from lightning_vram.optimizers.step_round import Member, StepRound, StepTakeOver, is_ruled, iterate_parameters
 
 
 class LowPrecisionMoments(StepTakeOver):
-    """Optimizers of a module with moments in a form, until :meth:`let_go`. They stay the same objects.
-
-    Optimizers that are created during training are attached at their first step.
-    """
+    """Optimizers of a module with moments in a form, until :meth:`let_go`; those made in training, too."""
 
     def __init__(
         self, module: nn.Module, form: StateForm, library: Library = "own", check: UpdateCheck | None = None
@@ -44,19 +39,15 @@ class LowPrecisionMoments(StepTakeOver):
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Convert the moments of optimizers, now and after loading; refuse all if one cannot be stepped."""
         form = self._form
-        fresh = [one for one in optimizers if form.fits(one) and not self._is_taken(one)]
+        fresh = [one for one in optimizers if form.fits(one) and one not in self._taken]
         parameters = set(chain.from_iterable(map(iterate_parameters, fresh)))
         names = form.part, f"leave {form.part} out"
         self.unheld = find_unsupported(*names, form, fresh, parameters, is_late=bool(self._stored))
         forms = [form_of(self._library, form, optimizer) for optimizer in fresh]
         for optimizer, form in zip(fresh, forms, strict=True):
             states = LowPrecisionStates(optimizer, form.takes, form, self._check)
-            states.take_in(optimizer)
+            self._handles += states.begin()
             self._stored[id(optimizer)] = states
-            self._handles += [
-                optimizer.register_load_state_dict_pre_hook(states.before_load),
-                optimizer.register_load_state_dict_post_hook(states.take_in, prepend=True),
-            ]
             self._take_over(optimizer)
             groups = () if isinstance(form, LibraryForm) else optimizer.param_groups
             ruled = chain.from_iterable(group["params"] for group in groups if is_ruled(optimizer, group))
@@ -86,7 +77,9 @@ class LowPrecisionMoments(StepTakeOver):
         plan = None  # frees memory of earlier moments
         step_round = StepRound(optimizer, is_on_host=False)
         members = step_round.take_rest()
-        self.step_members(optimizer, step_round, members if is_counting else self._step_planned(optimizer, members))
+        if not is_counting and any(map(can_run, {member.shard.device for member in members})):
+            members = self._step_planned(optimizer, members)
+        self.step_members(optimizer, step_round, members)
         return loss
 
     def _step_planned(self, optimizer: Optimizer, members: Sequence[Member]) -> list[Member]:

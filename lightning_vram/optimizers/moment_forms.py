@@ -27,7 +27,7 @@ from lightning_vram.core.tensors.codecs import (
     rounded_by_place,
     seed_of,
 )
-from lightning_vram.core.tensors.properties import dense_stride, flat_as_stored, is_dense, state_stored_like
+from lightning_vram.core.tensors.properties import dense_stride, is_dense, state_stored_like
 from lightning_vram.optimizers.step_round import (
     STEPPABLE,
     WHOLE,
@@ -102,21 +102,10 @@ class StateForm:
         """Return an uninitialized moment with the shape, memory order and device of a parameter."""
         if self.bits == 16:
             return torch.empty_like(like, dtype=torch.bfloat16, requires_grad=False)
-        return empty_low_bit(like, **self._kind(key))
-
-    def over(self, key: str, memory: Tensor, count: int) -> Tensor:
-        """Return a flat moment, or a part of one, over its bytes (uint8)."""
-        return memory.view(torch.bfloat16) if self.bits == 16 else low_bit_over(memory, count, **self._kind(key))
-
-    def cut(self, stored: Tensor, start: int, stop: int) -> Tensor:
-        """Return a flat view of a part of a moment; it begins at a block."""
-        return stored.cut(start, stop) if isinstance(stored, LowBitTensor) else flat_as_stored(stored)[start:stop]
+        return empty_low_bit(like, bits=cast(Bits, self.bits), is_positive=key in DIVISORS)
 
     def round(self, key: str, fp32: Tensor, start: int, seed: Seed, stored: Tensor | None) -> Tensor:
-        """Round a flat float32 part [n] of a moment, from place ``start`` on, into ``stored``; may overwrite it.
-
-        Without ``stored``: return a value for ``copy_``.
-        """
+        """Round a flat float32 part [n] of a moment, from place ``start`` on, into ``stored`` or for ``copy_``."""
         if self.bits == 16:
             return rounded_by_place(fp32, start, seed_of_moment(seed, key), stored)
         return fp32 if stored is None else stored.copy_(fp32)
@@ -130,9 +119,6 @@ class StateForm:
         if self.has(key, value) and (value.device, value.stride()) == (like.device, dense_stride(like)):
             return value
         return self.empty(key, like).copy_(value)
-
-    def _kind(self, key: str) -> dict[str, Any]:
-        return {"bits": self.bits, "is_positive": key in DIVISORS}
 
 
 FORMS: dict[HostState, StateForm] = {
@@ -155,12 +141,18 @@ def upcast_state(state: State, take: Callable[[int], Tensor] | None = None) -> S
     }
 
 
-def round_state(form: StateForm, state: State, start: int, seed: Seed, stored: State) -> State:
-    """Return the flat state of a part of a parameter after a step, its moments rounded into those of ``stored``."""
+def round_state(
+    form: StateForm, state: State, start: int, seed: Seed, stored: State, check: "UpdateCheck | None" = None
+) -> State:
+    """Return the flat state of a part after a step, rounded into ``stored``; ``check`` counts lost updates."""
     rounded = dict(state)
     for key in (key for key in MOMENTS if key in state):
-        into = stored.get(key)
-        rounded[key] = form.round(key, state[key], start, seed, into if is_low_precision(into) else None)
+        value, into = state[key], stored.get(key) if is_low_precision(stored.get(key)) else None
+        is_counted = check is not None and check.is_counting and into is not None
+        before = (upcast_moment(into), value.clone()) if is_counted and into is not None else None
+        rounded[key] = form.round(key, value, start, seed, into)
+        if check is not None and before is not None:
+            check.count(*before, rounded[key])
     return rounded
 
 
@@ -206,10 +198,7 @@ def find_unsupported(
     *,
     is_late: bool,
 ) -> set[nn.Parameter]:
-    """Return the trained parameters whose moments cannot have a form, and stay unchanged; refuse if all of them do.
-
-    ``is_late``: moments of other optimizers have the form already.
-    """
+    """Return the trained parameters whose moments cannot have a form; refuse if all, unless ``is_late``."""
     trained: dict[nn.Parameter, str] = {}  # with the class of their optimizer
     for optimizer in optimizers:
         kind = type(optimizer).__name__
@@ -285,21 +274,18 @@ class LowPrecisionStates:
         self._optimizer = optimizer
         self.has = takes  # whether the moments of a parameter have the form
         self._held = HeldStates(lambda parameter, state: MOMENTS if takes(parameter) else ())
-        self.before_load = self._held.before_load
         handle = _to_upcast.pop(optimizer, None)
         if handle is not None:  # of an earlier run
             handle.remove()
 
-    def rounded(self, form: StateForm, state: State, start: int, seed: Seed, stored: State) -> State:
-        """Round the state of a part of a parameter, and count lost updates of existing moments."""
-        if not self.check.is_counting:
-            return round_state(form, state, start, seed, stored)
-        keys = [key for key in MOMENTS if is_low_precision(stored.get(key))]
-        before, stepped = [upcast_moment(stored[key]) for key in keys], [state[key].clone() for key in keys]
-        rounded = round_state(form, state, start, seed, stored)
-        for key, old, new in zip(keys, before, stepped, strict=True):
-            self.check.count(old, new, rounded[key])
-        return rounded
+    def begin(self) -> list[RemovableHandle]:
+        """Convert moments now and after loading, until the returned handles are removed."""
+        optimizer = self._optimizer
+        self.take_in(optimizer)
+        return [
+            optimizer.register_load_state_dict_pre_hook(self._held.before_load),
+            optimizer.register_load_state_dict_post_hook(self.take_in, prepend=True),
+        ]
 
     def take_in(self, optimizer: Optimizer) -> None:
         """Convert the moments that the optimizer has or has loaded, one by one."""
@@ -364,7 +350,9 @@ class StateLayout:
     def slot(self, key: str, dtype: torch.dtype, memory: Tensor, count: int) -> Tensor:
         """Return a flat elementwise tensor over its bytes (uint8)."""
         form = self.form_of(key)
-        return memory.view(dtype) if form is None else form.over(key, memory, count)
+        if form is None or form.bits == 16:
+            return memory.view(dtype if form is None else torch.bfloat16)
+        return low_bit_over(memory, count, bits=cast(Bits, form.bits), is_positive=key in DIVISORS)
 
 
 def is_elementwise(kind: type[Optimizer]) -> bool:

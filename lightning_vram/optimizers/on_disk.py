@@ -4,23 +4,23 @@
 ``StreamedStates`` steps them for an optimizer.
 """
 
-import mmap
 import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_vram.core.host.disk import PAGE_BYTES, DiskFile, bytes_of
-from lightning_vram.core.host.memory import OffloadError
+from lightning_vram.core.host.memory import OffloadError, empty_on_own_pages
 from lightning_vram.optimizers.moment_forms import StateForm, StateLayout, find_layout, make_seeds
-from lightning_vram.optimizers.step_loop import Part, scale_members, step_parts
+from lightning_vram.optimizers.step_loop import Part, step_parts
 from lightning_vram.optimizers.step_round import (
     Member,
     State,
@@ -42,16 +42,7 @@ PART_ELEMENTS = 4096
 _SMALL_ALIGNMENT = 64  # enough for any dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One state of one parameter in the file."""
-
-    position: int  # of its first byte
-    next_position: int  # of the next block
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """Bytes at ``position`` of the file and ``offset`` of a buffer: at the same byte of a page, for direct I/O."""
 
     position: int
@@ -66,15 +57,15 @@ class Span:
     index: int
     start: int
     stop: int
-    slots: tuple[slice, ...]
+    slots: list[slice]
 
 
 @dataclass(slots=True)
 class Chunk:
     """A part of a large parameter, or several small ones."""
 
-    spans: list[Span]
-    extents: list[Extent]
+    spans: list[Span] = field(default_factory=list)
+    extents: list[Extent] = field(default_factory=list)
     num_elements: int = 0
     num_bytes: int = 0
 
@@ -93,7 +84,8 @@ class StatePlaces:
                 end = positions[-1] + num_bytes
         self.total_bytes = end
         spans = pairwise([*positions, end])
-        self.blocks = [[Block(*next(spans)) for _ in layout.elementwise] for layout in layouts]
+        # Of each state of each parameter: the position of its first byte, and that of the next state.
+        self.blocks = [[next(spans) for _ in layout.elementwise] for layout in layouts]
 
     def buffer_bytes(self, chunk_elements: int) -> int:
         """Return the size of a buffer for any chunk of so many weights."""
@@ -104,14 +96,14 @@ class StatePlaces:
     def plan(self, work: Sequence[int], chunk_elements: int) -> list[Chunk]:
         """Cut parameters, by index, into chunks that fit into ``buffer_bytes(chunk_elements)``; a multiple of 4096."""
         buffer_bytes = self.buffer_bytes(chunk_elements)
-        chunks = [Chunk([], [])]
+        chunks = [Chunk()]
         for index in work:
             start, size = 0, self.sizes[index]
             while True:
                 num_free = chunk_elements - chunks[-1].num_elements
                 stop = size if size - start <= num_free else start + num_free // PART_ELEMENTS * PART_ELEMENTS
                 if (stop == start < size) or not self._add(chunks[-1], (index, start, stop), buffer_bytes):
-                    chunks.append(Chunk([], []))
+                    chunks.append(Chunk())
                     continue
                 start = stop
                 if start == size:
@@ -123,23 +115,20 @@ class StatePlaces:
         index, start, stop = part
         extents, end, slots = list(chunk.extents), chunk.num_bytes, []
         ends = map(self.layouts[index].stored_bytes, (start, stop))
-        for block, before, after in zip(self.blocks[index], *ends, strict=True):
-            position, length = block.position + before, after - before
-            last = extents[-1] if extents else None
-            if last is not None and last.position + last.length == position:
-                offset = last.offset + last.length
-                extents[-1] = Extent(last.position, last.length + length, last.offset)
-            else:
-                offset = end + (position - end) % PAGE_BYTES
-                extents.append(Extent(position, length, offset))
+        for (first, next_position), before, after in zip(self.blocks[index], *ends, strict=True):
+            position, length = first + before, after - before
+            if not extents or sum(extents[-1][:2]) != position:
+                extents.append(Extent(position, 0, end + (position - end) % PAGE_BYTES))
+            last = extents.pop()
+            offset = last.offset + last.length
             slots.append(slice(offset, offset + length))
-            if stop == self.sizes[index]:  # the gap to the next block is unused: one run may include it
-                last = extents[-1]
-                extents[-1] = Extent(last.position, block.next_position - last.position, last.offset)
-            end = extents[-1].offset + extents[-1].length
+            # After the end of a parameter, the gap to the next state is unused: one run may include it.
+            stop_position = next_position if stop == self.sizes[index] else position + length
+            extents.append(Extent(last.position, stop_position - last.position, last.offset))
+            end = last.offset + extents[-1].length
         if end > buffer_bytes and chunk.spans:
             return False
-        chunk.spans.append(Span(index, start, stop, tuple(slots)))
+        chunk.spans.append(Span(index, start, stop, slots))
         chunk.extents, chunk.num_bytes = extents, end
         chunk.num_elements += stop - start
         return True
@@ -157,29 +146,28 @@ class DiskPipeline:
         self._buffers: list[Tensor] = []
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="lightning_vram nvme_path")
 
-    def enlarge(self, buffer_bytes: int) -> None:
-        """Set the size of the buffers."""
+    def run(
+        self, chunks: Sequence[Chunk], buffer_bytes: int, known: Container[int], step: Callable[[Chunk, Tensor], None]
+    ) -> None:
+        """Call ``step`` with each chunk and its buffer, in order, in this thread; read only ``known`` parameters."""
         if buffer_bytes > self._buffer_bytes:
             self._buffer_bytes, self._buffers = buffer_bytes, []
-
-    @property
-    def ring_bytes(self) -> int:
-        """Host memory of the ring. A first step also creates the states of one chunk at a time."""
-        return len(self._buffers) * self._buffer_bytes
-
-    def run(self, chunks: Sequence[Chunk], known: Container[int], step: Callable[[Chunk, Tensor], None]) -> None:
-        """Call ``step`` with each chunk and its buffer, in order, in this thread; read only ``known`` parameters."""
         while len(self._buffers) < min(NUM_BUFFERS, len(chunks)):
-            self._buffers.append(_make_buffer(self._buffer_bytes))
+            with without_dispatch():
+                self._buffers.append(empty_on_own_pages(max(self._buffer_bytes, 1), torch.uint8))
         reads = [chunk.extents if any(span.index in known for span in chunk.spans) else [] for chunk in chunks]
         ring = self._buffers[: len(chunks)]
-        pending = deque(self._submit(buffer, [], read) for buffer, read in zip(ring, reads, strict=False))
+
+        def move(buffer: Tensor, written: Sequence[Extent], read: Sequence[Extent]) -> "Future[None]":
+            return self._threads.submit(_move, self._file, buffer, written, read)
+
+        pending = deque(move(buffer, [], read) for buffer, read in zip(ring, reads, strict=False))
         try:
             for number, chunk in enumerate(chunks):
                 buffer, following = ring[number % len(ring)], number + len(ring)
                 self._await(pending.popleft())
                 step(chunk, buffer)
-                pending.append(self._submit(buffer, chunk.extents, reads[following] if following < len(reads) else []))
+                pending.append(move(buffer, chunk.extents, reads[following] if following < len(reads) else []))
             while pending:
                 self._await(pending.popleft())
         except BaseException:
@@ -193,10 +181,6 @@ class DiskPipeline:
         self._threads.shutdown(wait=False)
         self._buffers.clear()
         self._file.close()
-
-    def _submit(self, buffer: Tensor, written: Sequence[Extent], read: Sequence[Extent]) -> "Future[None]":
-        """Write a buffer, and read the next chunk into it, in a thread."""
-        return self._threads.submit(_move, self._file, buffer, written, read)
 
     def _await(self, future: "Future[None]") -> None:
         try:
@@ -215,14 +199,10 @@ def _move(file: DiskFile, buffer: Tensor, written: Sequence[Extent], read: Seque
         file.read(bytes_of(buffer, extent.offset, extent.length), extent.position)
 
 
-def _make_buffer(num_bytes: int) -> Tensor:
-    """Return page-aligned memory."""
-    memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_DONTFORK"):
-        # If a process forks during direct I/O, as for a data loader, only the child might get the bytes.
-        memory.madvise(mmap.MADV_DONTFORK)
-    with without_dispatch():
-        return torch.frombuffer(memory, dtype=torch.uint8)
+@dataclass(frozen=True, slots=True)
+class _Stored:  # a parameter whose states are in the file
+    index: int  # in the file
+    shown: State  # file-backed tensors of the optimizer's state
 
 
 class StreamedStates:
@@ -272,7 +252,7 @@ class StreamedStates:
     def run(self, step_round: StepRound, members: Sequence[Member]) -> None:
         """Step ``members``, best in the order of the file."""
         self._check()
-        scale_members(step_round, members)
+        step_round.scale(members)
         by_index = {self._stored[member.parameter].index: member for member in members}
         begun = {index for index, member in by_index.items() if _has_begun(member.local_state)}
         left: dict[int, State] = {}  # values per parameter after the step
@@ -284,18 +264,17 @@ class StreamedStates:
                 _copy_scalars(member.local_state, slot) | slot if _has_begun(member.local_state) else {}
                 for member, slot in zip(members, slots, strict=True)
             ]
-            found = zip(chunk.spans, members, states, make_seeds(members, states), strict=True)
-            parts = [
-                Part(member, slice(span.start, span.stop), state, self._places.layouts[span.index].form, seed)
-                for span, member, state, seed in found
-            ]
+            seeds, forms = make_seeds(members, states), [self._places.layouts[span.index].form for span in chunk.spans]
+            ranges = [slice(span.start, span.stop) for span in chunk.spans]
+            parts = list(map(Part, members, ranges, states, forms, seeds))
             step_parts(step_round, parts)
             for span, part, slot in zip(chunk.spans, parts, slots, strict=True):
                 left[span.index] = _keep_states(part, slot)
 
         self._file.release()  # pages that a checkpoint has read
         try:
-            self._pipeline.run(self._places.plan(list(by_index), CHUNK_ELEMENTS), begun, step)
+            chunks = self._places.plan(list(by_index), CHUNK_ELEMENTS)
+            self._pipeline.run(chunks, self._places.buffer_bytes(CHUNK_ELEMENTS), begun, step)
         except OffloadError as error:
             self._why_over = str(error)
             raise
@@ -319,7 +298,6 @@ class StreamedStates:
         if num_bytes > 0:
             self._file.grow(num_bytes, "for the optimizer state", "or leave nvme_path out")
         self._places = places
-        self._pipeline.enlarge(places.buffer_bytes(CHUNK_ELEMENTS))
         for parameter in fresh:
             index, shape = len(self._stored), stored_shard(parameter).shape
             shown = {key: as_sharded(view.view(shape), parameter, shape) for key, view in self._views(index).items()}
@@ -330,11 +308,10 @@ class StreamedStates:
         size, layout, mapping = self._places.sizes[index], self._places.layouts[index], self._file.mapped()
         views = {}
         blocks = zip(layout.elementwise, self._places.blocks[index], layout.stored_bytes(size), strict=True)
-        for (key, dtype), block, count in blocks:
+        for (key, dtype), (position, _), count in blocks:
+            memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # an empty tensor cannot lie anywhere
             if size:
-                memory = torch.frombuffer(mapping, dtype=torch.uint8, count=count, offset=block.position)
-            else:  # an empty tensor cannot lie anywhere
-                memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+                memory = torch.frombuffer(mapping, dtype=torch.uint8, count=count, offset=position)
             views[key] = layout.slot(key, dtype, memory, size)
         return views
 
@@ -347,14 +324,6 @@ class StreamedStates:
     def _check(self) -> None:
         if self._why_over is not None:
             raise OffloadError(self._why_over)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A parameter whose states are in the file."""
-
-    index: int  # in the file
-    shown: State  # file-backed tensors of the optimizer's state
 
 
 def _has_begun(state: State) -> bool:

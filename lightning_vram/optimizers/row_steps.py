@@ -1,7 +1,7 @@
 """Compiled steps of many parameters with low-precision moments: the number of calls does not depend on the parameters.
 
 A step sees rows of 128 numbers, one block of quantized moments each. Large parameters are stepped in place; small ones
-are copied to scratch memory by one call, stepped by one call, and copied back by one call.
+are copied to scratch memory by one call, stepped by one call, and copied back by one call. A plan repeats a step.
 """
 
 import logging
@@ -9,19 +9,29 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
+from operator import is_
 from types import FunctionType
 from typing import Any, NamedTuple, cast
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_vram.core.tensors.codecs import BLOCK_SIZE as ROW
-from lightning_vram.core.tensors.codecs import LowBitTensor, draw_of
-from lightning_vram.core.tensors.properties import flat_as_stored
-from lightning_vram.optimizers.moment_forms import DIVISORS, Seed, StateForm, seed_of_moment
-from lightning_vram.optimizers.step_round import is_lion, steps_like
-from lightning_vram.private_names.dispatcher import EXACT_DIVISION, FakeTensor, copy_each, current_dispatch_mode
+from lightning_vram.core.tensors.codecs import decode_rows, draw_of, encode_rows
+from lightning_vram.core.tensors.properties import flat_as_stored, is_dense, stored_like
+from lightning_vram.optimizers.moment_forms import DIVISORS, Seed, StateForm, first_place, make_seeds, seed_of_moment
+from lightning_vram.optimizers.step_loop import bits_of, has_whole_blocks, memory_of
+from lightning_vram.optimizers.step_round import Member, is_lion, is_ruled, iterate_parameters, steps_like
+from lightning_vram.private_names.dispatcher import (
+    EXACT_DIVISION,
+    FakeTensor,
+    add_to_each,
+    copy_each,
+    current_dispatch_mode,
+)
+from lightning_vram.private_names.torch import num_writes
 
 DEVICES = {"cuda", "xpu"}  # types of devices with compiled steps: on the host our C is faster
 IN_PLACE = 2**16  # numbers of a parameter from which on it is stepped in place
@@ -103,16 +113,6 @@ def rule_of(optimizer: Optimizer) -> Rule | None:
     return _LION if is_lion(optimizer) else None
 
 
-def is_ruled(optimizer: Optimizer, settings: Mapping[str, Any]) -> bool:
-    """Whether the rule of an optimizer knows the settings of a group: ask before each step."""
-    is_other = any(settings.get(name) for name in ("amsgrad", "differentiable", "capturable", "fixed_decay"))
-    is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-    values = (*settings.values(), *settings.get("betas", ()))
-    if is_other or is_scaled or any(isinstance(one, Tensor) and one.device.type != "cpu" for one in values):
-        return False
-    return bool(settings.get("momentum", True) and settings.get("weight_decouple", True))
-
-
 class _Codec(NamedTuple):
     """How moments are stored: bf16 as int16, or uint8 records of a block of codes and the 4 bytes of its scale."""
 
@@ -132,37 +132,7 @@ class _Codec(NamedTuple):
         """Return float32 rows, as ``LowBitTensor.decode``."""
         if self.bits == 16:
             return (stored.int() << 16).view(torch.float32)
-        # Views of the same item size only: another one would be a kernel by itself.
-        low, second, third, high = (stored[:, place, None].int() for place in range(-4, 0))
-        scales = (low | second << 8 | third << 16 | high << 24).view(torch.float32)
-        codes = stored[:, :-4]
-        if self.bits == 4:
-            shifts = torch.arange(0, 8, 4, dtype=torch.uint8, device=stored.device)
-            codes = (codes.unsqueeze(2) >> shifts & 0xF).view(-1, ROW)
-        offset, unit = (-1, 0.5**self.bits) if self.is_positive else (2 ** (self.bits - 1) - 1, 2 * 0.5**self.bits)
-        roots = (codes.float() - offset) * unit
-        return roots * roots.abs() * scales
-
-    def encode(self, numbers: Tensor, stored: Tensor) -> None:
-        """Write rows to records, as ``LowBitTensor.take_over``."""
-        largest, smallest = numbers.amax(1, keepdim=True), numbers.amin(1, keepdim=True)
-        scales = torch.where(-smallest > largest, smallest, largest)
-        scales = torch.where(scales.abs() == math.inf, math.nan, scales)
-        ratios = numbers / torch.where(scales.abs() > 0, scales, 1.0)
-        offset, units = (-1, 2**self.bits) if self.is_positive else (2 ** (self.bits - 1) - 1, 2 ** (self.bits - 1))
-        codes = torch.round(torch.copysign(_root(ratios.abs()), ratios) * units) + offset
-        codes = codes.clamp(0, 2**self.bits - 1).to(torch.uint8)
-        if self.bits == 4:
-            pairs = codes.view(-1, ROW // 2, 2)
-            codes = pairs[..., 0] | pairs[..., 1] << 4
-        stored[:, :-4].copy_(codes)
-        for place in range(4):
-            stored[:, place - 4].copy_((scales.view(torch.int32) >> 8 * place & 0xFF).squeeze(1))
-
-
-def _root(ratios: Tensor) -> Tensor:
-    # On the host, where only tests run this, torch.sqrt is off by a bit in a fifth.
-    return ratios.sqrt() if ratios.device.type != "cpu" else ratios.double().sqrt().float()
+        return decode_rows(stored, self.bits, is_positive=self.is_positive)
 
 
 def _round(numbers: Tensor, draws: Tensor) -> Tensor:
@@ -195,7 +165,8 @@ def _make_function(rule: Rule, codecs: Sequence[_Codec], *, is_gathered: bool) -
                 stored[index].copy_(_round(moment, (firsts + columns) * _STRIDE + seed))
             else:
                 # What follows the end of a parameter must not change the scale.
-                codec.encode(torch.where(columns < used, moment, 0.0) if is_gathered else moment, stored[index])
+                moment = torch.where(columns < used, moment, 0.0) if is_gathered else moment
+                encode_rows(moment, stored[index], codec.bits, is_positive=codec.is_positive)
         weights.copy_(stepped)
 
     # torch.compile limits how often one code is compiled: each function gets a copy.
@@ -337,7 +308,7 @@ class RowSteps:
 
 def _shorts_of(tensor: Tensor) -> Tensor:
     """Return flat memory in units of 2 bytes, without a reference to the tensor."""
-    return flat_as_stored(getattr(tensor, "records", tensor).detach()).view(torch.int16)
+    return flat_as_stored(memory_of(tensor).detach()).view(torch.int16)
 
 
 def _num_rows(one: Stored) -> int:
@@ -373,9 +344,119 @@ def _gather(views: Sequence[Tensor], unit: int, rows: Sequence[int]) -> tuple[Te
 
 
 def _codec_of(moment: Tensor) -> _Codec | None:
-    if moment.dtype == torch.bfloat16:
-        return _Codec(16)
-    if type(moment) is not LowBitTensor:
-        return None
-    codec = _Codec(moment.bits, moment.is_positive)
-    return codec if moment.records.shape[1] == 2 * codec.shorts else None
+    return _Codec(bits_of(moment), getattr(moment, "is_positive", False)) if has_whole_blocks(moment) else None
+
+
+class _Alike(NamedTuple):  # parameters with the same settings and number of steps
+    group: int
+    num_steps: int  # before this plan
+    rows: RowSteps
+    indices: list[int]
+
+
+class StepPlan:
+    """Steps the members of a step again, in a few calls: only gradients, settings and places of memory are read anew.
+
+    To read the state of a small parameter takes ten times as long as to step it, and on a GPU each is a launch or more.
+    ``others`` are the parameters of the optimizer that are not planned. A plan does not keep moments alive.
+    """
+
+    def __init__(self, optimizer: Optimizer, members: Sequence[Member]) -> None:
+        self._optimizer, self._order = optimizer, _order_of(optimizer)
+        self._device = next((one.shard.device.type for one in members if can_run(one.shard.device)), None)
+        self._rule = None if self._device is None else rule_of(optimizer)
+        moments = () if self._rule is None else self._rule.keys
+        self._keys = ("step", *moments) if any("step" in one.state for one in members) else moments
+        planned = [one for one in members if self._can_plan(one)]
+        self._alike = self._plan_alike(planned)
+        self._num_steps = 0  # of this plan
+        planned = planned if self._alike else []
+        self._parameters = [one.parameter for one in planned]
+        self._strides = [one.shard.stride() for one in planned]
+        self._num_counters = len(planned) if "step" in self._keys else 0
+        values = [one.state[key] for key in self._keys for one in planned]
+        alike = self._alike
+        self._known = [ref(value, lambda _: alike.clear()) for value in values]  # frees what rows hold of a dead moment
+        self._versions = list(map(num_writes, values[: self._num_counters]))
+        self._memory = self._measure(values)
+        known = set(self._parameters)
+        self.others = [parameter for parameter in iterate_parameters(optimizer) if parameter not in known]
+        self._idle = [parameter for parameter in self.others if parameter.grad is None]  # would be planned with one
+
+    def _can_plan(self, member: Member) -> bool:
+        """Whether rows step a member as it is."""
+        state, shard = member.state, member.shard
+        is_plain = type(member.parameter) is nn.Parameter and type(member.own_gradient) is Tensor and is_dense(shard)
+        is_here = self._rule is not None and is_plain and shard.device.type == self._device
+        if not is_here or state.keys() != set(self._keys) or not fits_rows(shard):
+            return False
+        if not all(isinstance(one, Tensor) and (key == "step" or has_whole_blocks(one)) for key, one in state.items()):
+            return False
+        return is_ruled(self._optimizer, self._optimizer.param_groups[member.group])
+
+    def _plan_alike(self, planned: Sequence[Member]) -> list[_Alike]:
+        """Return parameters with the same settings and count of steps; none if one cannot be stepped in rows."""
+        indices: dict[tuple[int, int, torch.device], list[int]] = {}
+        # SGD and Lion do not count: it is not their first step.
+        seeds = make_seeds(planned, [{"step": 1} | one.state for one in planned])
+        for index, (one, (count, _)) in enumerate(zip(planned, seeds, strict=True)):
+            indices.setdefault((one.group, count, one.shard.device), []).append(index)
+        alike: list[_Alike] = []
+        for (group, count, _), some in indices.items():
+            assert self._rule is not None
+            rows = plan_rows(self._rule, [_store(self._rule, planned[one]) for one in some])
+            if rows is None:
+                return []
+            alike.append(_Alike(group, count, rows, some))
+        return alike
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """Step; ``False``, and nothing is changed, if one of them is not as it was."""
+        values, gradients = self._values(), self._gradients()
+        if not values or not gradients or self._measure(values) != self._memory:
+            return False
+        counters = values[: self._num_counters]
+        groups = [self._optimizer.param_groups[alike.group] for alike in self._alike]
+        is_known = all(is_ruled(self._optimizer, group) for group in groups) and can_run(gradients[0].device)
+        if not is_known or list(map(num_writes, counters)) != self._versions:
+            return False
+        for group, alike in zip(groups, self._alike, strict=True):
+            alike.rows.step([gradients[index] for index in alike.indices], group, alike.num_steps + self._num_steps + 1)
+        add_to_each(counters, 1)
+        self._versions = list(map(num_writes, counters))
+        self._num_steps += 1
+        return True
+
+    def _values(self) -> list[Any]:
+        """Return the values of states, those of one key together; none if a state or a group is not as it was."""
+        states = [self._optimizer.state.get(parameter, {}) for parameter in self._parameters]
+        values = [state.get(key) for key in self._keys for state in states]
+        is_same = self._order == _order_of(self._optimizer) and set(map(len, states)) == {len(self._keys)}
+        is_same = is_same and all(map(is_, values, (known() for known in self._known)))
+        return values if is_same and self._alike else []
+
+    def _gradients(self) -> list[Tensor]:
+        """Return the gradients in the order of the parameters; none if they cannot be stepped so."""
+        gradients: list[Tensor] = []
+        for parameter, stride in zip(self._parameters, self._strides, strict=True):
+            gradient = parameter.grad
+            is_plain = type(gradient) is Tensor and gradient.dtype is torch.float32 and not gradient.is_sparse
+            if not is_plain or gradient is None or parameter.stride() != stride:
+                return []
+            gradients.append(gradient if gradient.stride() == stride else stored_like(gradient, parameter))
+        return gradients if all(parameter.grad is None for parameter in self._idle) else []
+
+    def _measure(self, values: Sequence[Any]) -> list[tuple[int, int]]:
+        """Return the size and place of the memory that the rows hold."""
+        memory = *self._parameters, *map(memory_of, values[self._num_counters :])
+        return [(one.nbytes, one.data_ptr()) for one in memory]
+
+
+def _store(rule: Rule, member: Member) -> Stored:
+    moments = [member.state[key] for key in rule.keys]
+    return Stored(member.shard, moments, member.number, first_place(member.parameter))
+
+
+def _order_of(optimizer: Optimizer) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW
 
-from lightning_vram.core.gradients import apply_clip_factor
 from lightning_vram.core.host.memory import PART_ELEMENTS, SplitWeights, cut_parts
 from lightning_vram.core.tensors.codecs import BLOCK_SIZE, LowBitTensor, draw_of
 from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep, NativeCodecs, is_codable, native_step
@@ -23,6 +22,7 @@ from lightning_vram.optimizers.moment_forms import (
     LowPrecisionStates,
     Seed,
     StateForm,
+    UpdateCheck,
     first_place,
     is_elementwise,
     make_seeds,
@@ -30,20 +30,20 @@ from lightning_vram.optimizers.moment_forms import (
     seed_of_moment,
     upcast_state,
 )
-from lightning_vram.optimizers.step_round import Member, State, StepRound, make_proxy, publish_state, steps_like
-from lightning_vram.private_names.dispatcher import FakeTensor
-from lightning_vram.private_names.fsdp2 import local_shard, own_shard_of
-from lightning_vram.techniques.sharding import (
-    FlatShard,
-    fp32_part,
-    low_precision_of,
-    low_precision_part,
-    scale_low_precision,
-    upcast,
+from lightning_vram.optimizers.step_round import (
+    Member,
+    State,
+    StepRound,
+    is_ruled,
+    make_proxy,
+    publish_state,
+    steps_like,
 )
+from lightning_vram.private_names.dispatcher import FakeTensor
+from lightning_vram.private_names.fsdp2 import own_shard_of
+from lightning_vram.techniques.sharding import FlatShard, fp32_part, low_precision_of, low_precision_part, upcast
 
 ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
-_OTHERS = ("amsgrad", "maximize", "differentiable")  # settings that compiled code does not know
 _ON_DEVICE = 2**22  # weights in a part on the device: few kernels, 64 MiB
 Take = Callable[[int], Tensor]  # returns float32 memory for a count of numbers
 
@@ -85,10 +85,10 @@ class Part:
 
 @torch.no_grad()
 def step_parts(
-    step_round: StepRound, parts: Sequence[Part], take: Take | None = None, states: LowPrecisionStates | None = None
+    step_round: StepRound, parts: Sequence[Part], take: Take | None = None, check: UpdateCheck | None = None
 ) -> None:
-    """Step parts; ``take``: where upcast moments are, ``states``: what counts lost updates."""
-    is_counting = states is not None and states.check.is_counting  # needs float32 moments
+    """Step parts; ``take``: where upcast moments are, ``check``: counts lost updates."""
+    is_counting = check is not None and check.is_counting  # needs float32 moments
     left = list(parts) if is_counting else step_natively(step_round, parts)
     weights = [part.read() for part in left]
     proxies = [make_proxy(one[: part.size], cut_gradient(part)) for one, part in zip(weights, left, strict=True)]
@@ -99,8 +99,7 @@ def step_parts(
     for part, stepped in zip(left, weights, strict=True):
         part.write(stepped)
         if part.form is not None:
-            round_part = round_state if states is None else states.rounded
-            part.state = round_part(part.form, part.state, part.place, part.seed, part.stored)
+            part.state = round_state(part.form, part.state, part.place, part.seed, part.stored, check)
 
 
 def step_natively(step_round: StepRound, parts: Sequence[Part]) -> list[Part]:
@@ -110,7 +109,7 @@ def step_natively(step_round: StepRound, parts: Sequence[Part]) -> list[Part]:
     gradients = []  # which must live until the calls
     native = native_step(3 * sum(part.size for part in parts))
     for part in parts:
-        step = None if native is None else adamw_step_of(step_round, part)
+        step = None if native is None else _adamw_step(step_round, part)
         if step is None or native is None:
             left.append(part)
         elif part.split is not None:
@@ -132,35 +131,28 @@ def step_natively(step_round: StepRound, parts: Sequence[Part]) -> list[Part]:
     return left
 
 
-def adamw_step_of(step_round: StepRound, part: Part) -> AdamWStep | None:
-    """Return the step of a part if it is one of fused AdamW on the host, but not the first."""
-    step = part.stored.get("step")
+def _adamw_step(step_round: StepRound, part: Part) -> AdamWStep | None:
+    """Return the step of a part if it is one of fused AdamW on the host, but not the first; ``None``: another rule."""
+    step, optimizer = part.stored.get("step"), step_round.optimizer
     if set(part.stored) != set(ADAMW_STATE) or type(step) is not Tensor or step.device.type != "cpu":
         return None
-    return read_adamw(step_round.optimizer, step_round.settings_of(part.member.group), int(step) + 1)
-
-
-def read_adamw(optimizer: Optimizer, settings: dict[str, Any], number: int) -> AdamWStep | None:
-    """Return step ``number`` of fused AdamW with the settings of a group; ``None``: another rule."""
-    is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-    is_other = not settings.get("fused") or any(settings.get(name) for name in _OTHERS)
-    if is_scaled or is_other or not steps_like(type(optimizer), (Adam, AdamW)):
+    settings = step_round.settings_of(part.member.group)
+    is_fused = settings.get("fused") and not settings.get("maximize") and is_ruled(optimizer, settings)
+    if not is_fused or not steps_like(type(optimizer), (Adam, AdamW)):
         return None
     numbers = settings["lr"], *settings["betas"], settings["eps"], settings["weight_decay"]
-    if any(isinstance(one, Tensor) and one.device.type != "cpu" for one in numbers):
-        return None
     lr, first, second, eps, decay = map(float, numbers)
     if 1 - first >= 0.5 or (decay and not settings.get("decoupled_weight_decay")):  # use other formulas
         return None
-    return AdamWStep(number, lr, (first, second), eps, decay)
+    return AdamWStep(int(step) + 1, lr, (first, second), eps, decay)
 
 
 def _make_item(part: Part, gradient: Tensor) -> tuple[int, ...] | None:
     """Return addresses and count for compiled code; ``None``: it cannot step this part."""
-    weights, moments = part.read(), [memory_of(part.stored[key]) for key in ADAMW_STATE[1:]]
-    is_known = all(has_whole_blocks(part.stored[key]) for key in ADAMW_STATE[1:]) and part.size % LANES == 0
-    tensors = (weights, gradient, *moments)
-    if not is_known or gradient.dtype != torch.float32 or not is_codable(*tensors) or not part.size:
+    moments = [part.stored[key] for key in ADAMW_STATE[1:]]
+    tensors = part.read(), gradient, *map(memory_of, moments)
+    is_known = all(map(has_whole_blocks, moments)) and part.size and part.size % LANES == 0
+    if not is_known or gradient.dtype != torch.float32 or not is_codable(*tensors):
         return None
     return *(tensor.data_ptr() for tensor in tensors), part.size
 
@@ -177,15 +169,12 @@ def _step_split(native: NativeCodecs, step: AdamWStep, part: Part) -> bool:
     assert part.split is not None
     upper, lower, (places, halves) = part.split.pieces(part.split_range)
     moments = [part.stored[key] for key in ADAMW_STATE[1:]]
-    is_known = all(
-        (one.dtype == torch.float32 and not isinstance(one, LowBitTensor)) or has_whole_blocks(one) for one in moments
-    )
     numbers, factor = low_precision_part(part.member.own_gradient, part.range) or (cut_gradient(part), 1.0)
-    is_known = is_known and numbers.dtype in {torch.float32, torch.bfloat16}
     tensors = upper, lower, numbers, *map(memory_of, moments)
+    is_plain = all(type(one) is Tensor and one.dtype == torch.float32 for one in moments)
+    is_known = (is_plain or all(map(has_whole_blocks, moments))) and is_codable(*tensors)
+    is_known = is_known and numbers.dtype in {torch.float32, torch.bfloat16}
     if places is None or not is_known or upper.numel() % LANES or numbers.numel() != upper.numel() or not part.size:
-        return False
-    if not is_codable(*tensors):
         return False
     first, second = (draw_of(part.place, seed_of_moment(part.seed, key)) for key in ADAMW_STATE[1:])
     found = native.step_split(step, tensors, bits_of(moments[0]), (first, second), factor=factor, odd=(places, halves))
@@ -210,22 +199,6 @@ def cut_gradient(part: Part) -> Tensor:
     if member.own_gradient is not None and low_precision_of(member.own_gradient) is not None:
         return fp32_part(member.own_gradient, part.range)
     return flat_as_stored(stored_like(member.gradient, member.shard))[part.range]
-
-
-def scale_gradients(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply sharded gradients by a scalar, in place; 16-bit ones when they are read."""
-    for gradient in gradients:
-        if low_precision_of(gradient) is not None:
-            scale_low_precision(gradient, factor)
-    apply_clip_factor([local_shard(gradient) for gradient in gradients if low_precision_of(gradient) is None], factor)
-
-
-def scale_members(step_round: StepRound, members: Sequence[Member]) -> None:
-    """Multiply gradients by the factor of the step, if any."""
-    if step_round.factor is not None:
-        narrow = (own if low_precision_of(own := one.own_gradient) is not None else None for one in members)
-        gradients = [one.gradient if own is None else own for one, own in zip(members, narrow, strict=True)]
-        scale_gradients(gradients, step_round.factor)
 
 
 class _Scratch:
@@ -269,7 +242,7 @@ class _Stepping:
             most = numel - numel % BLOCK_SIZE if numel % LANES else numel
             whole = self._make((0, most))
             can_step = native_step(0) is not None and not self._is_counting
-            if most and can_step and adamw_step_of(step_round, whole) is not None:
+            if most and can_step and _adamw_step(step_round, whole) is not None:
                 yield whole
                 parts = [(most, numel)] if most < numel else []
             else:
@@ -312,9 +285,7 @@ class _Stepping:
             return value
         if value.shape != self.member.shard.shape:
             return value.clone()
-        if self.form is not None and key in MOMENTS:
-            return self.form.cut(value, part.start, part.stop)
-        return flat_as_stored(value)[part]
+        return value.cut(part.start, part.stop) if isinstance(value, LowBitTensor) else flat_as_stored(value)[part]
 
 
 def step_in_parts(step_round: StepRound, states: LowPrecisionStates, members: Sequence[Member]) -> None:
@@ -342,14 +313,13 @@ def _batches(step_round: StepRound, steppings: Sequence[_Stepping]) -> Iterator[
 def _step_all(step_round: StepRound, states: LowPrecisionStates | None, steppings: Sequence[_Stepping]) -> None:
     if not steppings:
         return
-    scale_members(step_round, [one.member for one in steppings])
-    seeded = [one for one in steppings if one.form is not None]
-    members = [one.member for one in seeded]
-    for one, seed in zip(seeded, make_seeds(members, [member.local_state for member in members]), strict=True):
+    members = [one.member for one in steppings]
+    step_round.scale(members)
+    for one, seed in zip(steppings, make_seeds(members, [member.local_state for member in members]), strict=True):
         one.seed = seed
     scratch = _Scratch(steppings[0].member.shard)
     for batch in _batches(step_round, steppings):
-        step_parts(step_round, [part for _, part in batch], scratch.take, states)
+        step_parts(step_round, [part for _, part in batch], scratch.take, None if states is None else states.check)
         for stepping, part in batch:
             stepping.save(part)
         scratch.num_taken = 0
@@ -366,8 +336,6 @@ def step_flat_shards(
     is_whole: bool,
 ) -> list[Member]:
     """Step members that can be stepped in parts (none if ``is_whole``); join the shards of the rest, and return it."""
-    if not any(flat_shard.is_split for flat_shard in flat_shards):
-        return list(members)
     left: list[Member] = []
     for flat_shard in flat_shards:
         places = {parameter.sharded_param: place for place, parameter in enumerate(flat_shard.parameters)}

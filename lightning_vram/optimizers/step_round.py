@@ -1,17 +1,27 @@
-"""Step a few parameters of an optimizer at a time, on local shards, in any thread; which optimizers allow it."""
+"""Step a few parameters of an optimizer at a time, on local shards, in any thread; replace the steps of optimizers.
 
+``StepRound`` is one step in pieces. ``StepTakeOver`` replaces ``optimizer.step`` of attached optimizers, and of those
+created during training. ``WholeSteps`` steps unknown classes.
+"""
+
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.gradients import apply_clip_factor
+from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.core.tensors.properties import stored_like
 from lightning_vram.private_names.dispatcher import without_dispatch
 from lightning_vram.private_names.fsdp2 import (
@@ -22,7 +32,14 @@ from lightning_vram.private_names.fsdp2 import (
     own_shard_of,
     stored_shard,
 )
-from lightning_vram.private_names.torch import group_reader, is_initialized, is_wrapped_by_scheduler, local_shard_of
+from lightning_vram.private_names.torch import (
+    group_reader,
+    is_initialized,
+    is_wrapped_by_scheduler,
+    local_shard_of,
+    note_step,
+)
+from lightning_vram.techniques.sharding import low_precision_of, scale_low_precision
 
 # Their step treats each parameter by itself and reads only groups and state: we have read their code.
 STEPPABLE: tuple[type[Optimizer], ...] = (
@@ -92,6 +109,16 @@ def _steps_as_lion(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     if not torch.allclose(proxy, stepped) or set(states[proxy]) != {"exp_avg"}:
         return False
     return torch.allclose(states[proxy]["exp_avg"], average.lerp(gradient, 1 - second))
+
+
+def is_ruled(optimizer: Optimizer, settings: Mapping[str, Any]) -> bool:
+    """Whether compiled rules know the settings of a group: ask before each step."""
+    is_other = any(settings.get(name) for name in ("amsgrad", "differentiable", "capturable", "fixed_decay"))
+    is_scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+    values = (*settings.values(), *settings.get("betas", ()))
+    if is_other or is_scaled or any(isinstance(one, Tensor) and one.device.type != "cpu" for one in values):
+        return False
+    return bool(settings.get("momentum", True) and settings.get("weight_decouple", True))
 
 
 def make_twin(kind: type[Optimizer], attributes: Mapping[str, Any], groups: list[dict[str, Any]], state: Any) -> Any:
@@ -240,14 +267,9 @@ class StepRound:
     def run(self, members: Sequence[Member]) -> None:
         """Step ``members``, and write their states to the optimizer."""
         self.scale(members)
-        proxies, groups, states = [], [], []
-        for one in members:
-            proxies.append(proxy := nn.Parameter(one.shard))
-            is_alike = one.gradient.is_contiguous() and one.shard.is_contiguous()
-            proxy.grad = one.gradient if is_alike else stored_like(one.gradient, one.shard)
-            groups.append(one.group)
-            states.append(dict(one.local_state))
-        self.step_proxies(groups, proxies, states)
+        proxies = [make_proxy(one.shard, stored_like(one.gradient, one.shard)) for one in members]
+        states = [dict(one.local_state) for one in members]
+        self.step_proxies([one.group for one in members], proxies, states)
         for member, state in zip(members, states, strict=True):
             if [*map(id, state.values())] != [*map(id, member.local_state.values())]:
                 publish_state(member, state)
@@ -262,7 +284,9 @@ class StepRound:
     def scale(self, members: Sequence[Member]) -> None:
         """Multiply gradients by the factor, if there is one."""
         if self.factor is not None:
-            apply_clip_factor([member.gradient for member in members], self.factor)
+            pairs = ((one.gradient, one.own_gradient) for one in members)
+            found = (own if own is not None and low_precision_of(own) is not None else one for one, own in pairs)
+            scale_gradients(found, self.factor)
 
     @torch.no_grad()
     def step_proxies(self, groups: Sequence[int], proxies: Sequence[nn.Parameter], states: Sequence[State]) -> None:
@@ -283,6 +307,17 @@ class StepRound:
         is_unnamed = settings.get("fused", False) is None and settings.get("foreach") is None
         is_fused = self._is_on_host and is_unnamed and not settings.get("differentiable")
         return settings | {"fused": True} if is_fused else settings
+
+
+def scale_gradients(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply gradients, or their shards, by a scalar in place; 16-bit ones when they are read."""
+    wide = []
+    for gradient in gradients:
+        if low_precision_of(gradient) is None:
+            wide.append(local_shard(gradient))
+        else:
+            scale_low_precision(gradient, factor)
+    apply_clip_factor(wide, factor)
 
 
 def publish_state(member: Member, local: State) -> None:
@@ -367,3 +402,160 @@ def _freeze(group: dict[str, Any]) -> dict[str, Any]:
         # Fused kernels do not know them.
         settings["fused"] = bool(settings.get("fused"))
     return settings
+
+
+_living: "WeakKeyDictionary[StepTakeOver, None]" = WeakKeyDictionary()  # in the order of their creation
+_hooks: list[RemovableHandle] = []  # one, while there may be any
+_stepping: list[Optimizer] = []  # in a replaced step
+
+
+class StepTakeOver(ABC):
+    """Replaces the step of attached optimizers, and of others at their first step, until :meth:`remove_patches`."""
+
+    def __init__(self) -> None:
+        self._taken: list[Optimizer] = []  # whose step is :meth:`_step`
+        self._patches: list[MethodPatch] = []
+        self._handles: list[RemovableHandle] = []  # of hooks of optimizers
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_redirect))
+        _living[self] = None
+
+    @abstractmethod
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Call :meth:`_take_over` for the optimizers that this steps."""
+
+    @abstractmethod
+    def _has_ours(self, optimizer: Optimizer) -> bool:
+        """Whether it has parameters that only this may step."""
+
+    @abstractmethod
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Step it; its hooks run before and after."""
+
+    def remove_patches(self) -> None:
+        """Let all optimizers step and load by themselves again."""
+        for patch in reversed(self._patches):
+            patch.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._patches, self._handles = [], []
+        _living.pop(self, None)
+        while _hooks and not _living:
+            _hooks.pop().remove()
+
+    @staticmethod
+    def _run_closure(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """Begin a step: note it for schedulers, and return the loss."""
+        note_step(optimizer)
+        with torch.enable_grad():
+            return None if closure is None else closure()
+
+    def _take_over(self, optimizer: Optimizer) -> None:
+        self._taken.append(optimizer)
+        self._patch_step(optimizer, self._step)
+
+    def _patch_step(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+        # Hooks run once per step, and see the optimizer unchanged.
+        call = partial(self._call, Optimizer.profile_hook_step(step), optimizer)
+        self._patches.append(MethodPatch(optimizer, "step", replace_by(call)))
+
+    def _call(self, hooked_step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
+        _stepping.append(optimizer)
+        try:
+            return hooked_step(optimizer, *args, **kwargs)
+        finally:
+            _stepping.pop()
+
+    def _takes_in(self, optimizer: Optimizer) -> bool:
+        """Attach a stepping optimizer that has our parameters; return whether its step is to be replaced now."""
+        if (_stepping and optimizer is _stepping[-1]) or not self._has_ours(optimizer):
+            return False
+        self.attach([optimizer])  # a no-op if it is attached: a step that was bound before bypasses the patch
+        return optimizer in self._taken
+
+
+def owner_of(optimizer: Optimizer) -> StepTakeOver | None:
+    """Return the last object that took over the step of ``optimizer``, if it still has it."""
+    return next((owner for owner in reversed(list(_living)) if optimizer in owner._taken), None)
+
+
+def _redirect(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Replace a step that begins, between its hooks; errors of the other step end it."""
+    given = closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    for owner in list(_living):
+        if owner._takes_in(optimizer):
+            closure = partial(owner._step, optimizer, closure)
+    if closure is given:
+        return None
+    # The running step cannot be stopped, but it begins with its closure.
+    return (make_twin(type(optimizer), vars(optimizer), [], {}), closure), {}
+
+
+def can_step_wholes(optimizer: Optimizer) -> bool:
+    """Whether its step is its own: an optimizer within it would have the parameters, too."""
+    others = (value for key, value in vars(optimizer).items() if key != "step")
+    return has_own_step(optimizer) and not any(isinstance(value, Optimizer) for value in others)
+
+
+class WholeSteps:
+    """Steps one optimizer that may look at shapes, on whole parameters over the same memory; others see shards.
+
+    ``written`` is called before a closure runs the model: parameters may have been written by then.
+    """
+
+    def __init__(self, optimizer: Optimizer, written: Callable[[], None]) -> None:
+        self._optimizer = optimizer
+        self._written = written
+        self._proxies: dict[nn.Parameter, nn.Parameter] = {}  # reused: optimizers may hold more by parameter
+        self._given: dict[nn.Parameter, Tensor | None] = {}  # gradients of proxies, when they were set
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the step as its class has it, without hooks. Its closure sees shards."""
+
+        def call_closure() -> Any:
+            assert closure is not None
+            self._put_back()
+            try:
+                self._written()
+                with torch.enable_grad():
+                    return closure()
+            finally:
+                self._put_proxies()
+
+        self._put_proxies()
+        try:
+            step = unhooked_step(type(self._optimizer))
+            return step(self._optimizer) if closure is None else step(self._optimizer, call_closure)
+        finally:
+            self._put_back()
+
+    def _put_proxies(self) -> None:
+        state = self._optimizer.state
+        sharded = [p for p in iterate_parameters(self._optimizer) if isinstance(p, DTensor)]
+        for parameter in sharded:
+            proxy = self._proxies.setdefault(parameter, nn.Parameter(local_shard(parameter)))
+            proxy.data = local_shard(parameter)
+            proxy.requires_grad_(parameter.requires_grad)
+            proxy.grad = self._given[parameter] = local_shard(parameter.grad)
+            if parameter in state:
+                state[proxy] = {key: local_shard(value) for key, value in state.pop(parameter).items()}
+        self._exchange(self._proxies)
+
+    def _put_back(self) -> None:
+        state = self._optimizer.state
+        for parameter, given in self._given.items():
+            proxy = self._proxies[parameter]
+            if proxy.grad is not given:
+                parameter.grad = as_sharded(proxy.grad, parameter, proxy.shape)
+            proxy.grad = None
+            if proxy in state:
+                local = state.pop(proxy).items()
+                state[parameter] = {key: as_sharded(value, parameter, proxy.shape) for key, value in local}
+        self._given = {}
+        self._exchange({proxy: parameter for parameter, proxy in self._proxies.items()})
+
+    def _exchange(self, others: dict[nn.Parameter, nn.Parameter]) -> None:
+        for group in self._optimizer.param_groups:
+            group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]

@@ -1,44 +1,47 @@
 """The plugin: mixed-precision training in less memory, with correctly unscaled gradients."""
 
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool
+from lightning_vram.argument_checks import check_bool, check_choice, check_kind, check_positive_int
 from lightning_vram.core.gradients import clip_gradient_norm
-from lightning_vram.core.layers import LayerPattern
+from lightning_vram.core.layers import LayerPattern, check_layers
 from lightning_vram.core.patching import without_fast_path
-from lightning_vram.memory.device.accelerators import current_kind
-from lightning_vram.precision.arguments import (
-    DTYPES,
-    Choice,
-    OnLimit,
-    Settings,
-    check_arguments,
-    check_choice,
-    check_combination,
-    refuse_trainer,
-    resolve_precision,
-)
-from lightning_vram.precision.run import OverflowWatch, PrecisionRun, undo_interrupted_runs
+from lightning_vram.memory.device.accelerators import current_kind, has_native_bf16
+from lightning_vram.precision.run import PrecisionRun, Settings, is_logging, log_of_step, undo_interrupted_runs
 from lightning_vram.private_names.lightning import call_after_closure, is_searching_rate
+from lightning_vram.private_names.torch import can_autocast
 from lightning_vram.techniques.mixed_precision import LossScaling
 
+Choice = Literal["auto", "bf16", "fp16", "bf16-mixed", "16-mixed"]  # of a user
+Precision16 = Literal["bf16-mixed", "16-mixed"]  # Lightning's names
+OnLimit = Literal["error", "bf16", "fp32"]
 Parameters = Literal["fp32", "bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"]
 
+_PRECISIONS: dict[str, Precision16] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
+_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _LIGHTNINGS = "MixedPrecision"
 _OTHERS = ("LeanMixedPrecision", _LIGHTNINGS, "FSDPPrecision")  # Lightning keeps states by the name of the class
 _OVERWRITTEN = "modified by an inplace operation", "BFloat16Type"  # in an error of autograd
+_REFUSED_CALLBACKS: dict[type[pl.Callback], str] = {
+    StochasticWeightAveraging: "averages weights that bfloat16 has rounded. Use WeightAveraging, or parameters='fp32'",
+    ModelPruning: "puts other parameters, in float32, and masks into the module. Use parameters='fp32'",
+}
 
 
 class LeanMixedPrecision(MixedPrecision):
@@ -121,21 +124,33 @@ class LeanMixedPrecision(MixedPrecision):
         on_overflow_limit: OnLimit = "error",
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        choice = check_choice(precision)
-        check_arguments(fp32_modules, parameters, max_consecutive_overflows, on_overflow_limit, scaler)
-        check_bool("LeanMixedPrecision(low_precision_norms)", low_precision_norms)
-        check_bool("LeanMixedPrecision(recast_in_backward)", recast_in_backward)
-        check_bool("LeanMixedPrecision(hold_lr_on_overflow)", hold_lr_on_overflow)
-        check_bool("LeanMixedPrecision(check_updates)", check_updates)
+        check_choice("LeanMixedPrecision(precision)", precision, get_args(Choice))
+        check_choice("LeanMixedPrecision(parameters)", parameters, get_args(Parameters))
+        check_choice("LeanMixedPrecision(on_overflow_limit)", on_overflow_limit, get_args(OnLimit))
+        if fp32_modules not in ((), []):
+            check_layers("LeanMixedPrecision(fp32_modules)", fp32_modules)
+        if max_consecutive_overflows is not None:
+            check_positive_int("LeanMixedPrecision(max_consecutive_overflows)", max_consecutive_overflows)
+        kinds = torch.amp.GradScaler | None
+        check_kind("LeanMixedPrecision(scaler)", scaler, kinds, "a torch.amp.GradScaler or None")
+        for name, flag in (
+            ("low_precision_norms", low_precision_norms),
+            ("recast_in_backward", recast_in_backward),
+            ("check_updates", check_updates),
+            ("hold_lr_on_overflow", hold_lr_on_overflow),
+        ):
+            check_bool(f"LeanMixedPrecision({name})", flag)
         patterns = (fp32_modules,) if isinstance(fp32_modules, str | type) else tuple(fp32_modules)
+        if "auto" in patterns:
+            raise ValueError("LeanMixedPrecision(fp32_modules) cannot be 'auto': name the modules that need float32.")
         self.settings = Settings(patterns, low_precision_norms, recast_in_backward, parameters, check_updates)
-        check_combination(choice, self.settings, scaler)
+        choice: Any = None if precision == "auto" else _PRECISIONS.get(precision, precision)
+        _check_combination(choice, self.settings, scaler)
         self._holds_lr = hold_lr_on_overflow
-        self._choice = choice
+        self._choice: Precision16 | None = choice
         self._on_limit = on_overflow_limit
-        self._overflows = OverflowWatch(
-            float("inf") if max_consecutive_overflows is None else max_consecutive_overflows
-        )
+        self._max_consecutive = max_consecutive_overflows
+        self._num_overflows = self._num_consecutive = 0  # skipped steps, and the last ones in a row
         self._given_scaler = scaler
         # Lightning's names; "auto" is resolved when the device is known.
         self.precision = choice or "bf16-mixed"
@@ -152,7 +167,7 @@ class LeanMixedPrecision(MixedPrecision):
     def overflow_steps(self) -> int:
         """Optimizer steps that were skipped so far, including the last one."""
         scaling = self._run.scaling if self._run is not None else None
-        return self._overflows.num_steps + (scaling.num_overflowed if scaling is not None else 0)
+        return self._num_overflows + (scaling.num_overflowed if scaling is not None else 0)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the run out of copies, such as those of the trainer in worker processes."""
@@ -165,23 +180,42 @@ class LeanMixedPrecision(MixedPrecision):
         assert isinstance(module, pl.LightningModule)
         trainer = module.trainer
         is_training = trainer.state.fn == TrainerFn.FITTING
-        running = self._run.trainer if self._run is not None else None
-        refuse_trainer(trainer, self.settings.parameters if is_training else "fp32", running)
+        self._refuse_trainer(trainer, is_training=is_training)
         self.teardown()  # of an interrupted run
         undo_interrupted_runs()
         self.device = trainer.strategy.root_device.type
         precision = resolve_precision(self._choice, self.device)
         scaler = self._given_scaler if self._choice else None
-        check_combination(precision, self.settings, scaler)
+        _check_combination(precision, self.settings, scaler)
         self._run = PrecisionRun(module, trainer, self.settings, is_training)
         if is_training:
             self._has_fallen_back, self._ended = False, {}
-            self._overflows.num_consecutive = 0
+            self._num_consecutive = 0
         if not self._has_fallen_back:  # else evaluations compute as the fit did in the end
             self.precision = precision
             is_scaled = precision == "16-mixed"
             self.scaler = self.scaler or self._given_scaler or torch.amp.GradScaler(self.device) if is_scaled else None
         return module
+
+    def _refuse_trainer(self, trainer: pl.Trainer, *, is_training: bool) -> None:
+        """Refuse a second run at a time, DeepSpeed, and callbacks that put float32 weights among bf16 parameters."""
+        running = self._run.trainer if self._run is not None else None
+        if running is not None and running is not trainer and running.state.status == TrainerStatus.RUNNING:
+            raise MisconfigurationException(
+                "This LeanMixedPrecision belongs to a trainer that is running. Create another one for the inner "
+                "trainer."
+            )
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise MisconfigurationException(
+                "LeanMixedPrecision does not work with DeepSpeedStrategy, which casts, scales and clips by itself. Use "
+                "Trainer(precision=...) there, or another strategy here."
+            )
+        for kind, why in _REFUSED_CALLBACKS.items() if is_training and self.settings.is_lean else ():
+            if any(isinstance(callback, kind) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+                raise MisconfigurationException(
+                    f"LeanMixedPrecision(parameters={self.settings.parameters!r}) does not work with {kind.__name__}, "
+                    f"which {why}."
+                )
 
     @override
     def connect(
@@ -189,7 +223,7 @@ class LeanMixedPrecision(MixedPrecision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         if self._run is not None and self._run.is_training:
             scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
-            self._run.connect(optimizers, lr_schedulers, scaler, self._overflows.note, holds_lr=self._holds_lr)
+            self._run.connect(optimizers, lr_schedulers, scaler, self._note_overflows, holds_lr=self._holds_lr)
         return model, optimizers, lr_schedulers
 
     @override
@@ -204,7 +238,7 @@ class LeanMixedPrecision(MixedPrecision):
 
     @override
     def autocast_context_manager(self) -> torch.autocast:
-        dtype = DTYPES.get(self.precision)
+        dtype = _DTYPES.get(self.precision)
         # Its own cache keeps copies of all weights under no_grad and in checkpointed layers.
         return torch.autocast(self.device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
@@ -307,25 +341,35 @@ class LeanMixedPrecision(MixedPrecision):
         if run.scaling is None:
             return
         run.scaling.update()
-        overflows = self._overflows
-        overflows.log(run.module, run.scaling.scaler.get_scale)
-        if overflows.num_consecutive and run.paused is not None:
+        scale = run.scaling.scaler.get_scale
+        if is_logging(run.module, always=self._num_consecutive > 0):
+            log_of_step(run.module, {"vram/overflow_steps": float(self._num_overflows), "vram/loss_scale": scale()})
+        if self._num_consecutive and run.paused is not None:
             run.paused.pause()
-        # a search for the learning rate goes on until the training diverges
-        is_too_many = overflows.num_consecutive >= overflows.max_consecutive
-        if is_too_many and not is_searching_rate(run.trainer.callbacks):  # type: ignore[attr-defined]
-            if self._on_limit == "error":
-                raise overflows.error(run.scaling.scaler.get_scale())
-            rank_zero_warn(
-                f"LeanMixedPrecision: gradients overflowed in {overflows.num_consecutive} optimizer steps in a row. "
-                f"Training continues in {self._on_limit}."
+        limit = self._max_consecutive
+        # A search for the learning rate goes on until the training diverges.
+        if limit is None or self._num_consecutive < limit or is_searching_rate(run.trainer.callbacks):  # type: ignore[attr-defined]
+            return
+        steps = f"gradients overflowed in {self._num_consecutive} optimizer steps in a row"
+        if self._on_limit == "error":
+            raise FloatingPointError(
+                f"LeanMixedPrecision(precision='fp16'): {steps}, down to a loss scale of {scale():g}: the training has "
+                "diverged, or the model leaves the range of float16. Lower the learning rate, name the layers that "
+                "overflow in fp32_modules=[...], use LeanMixedPrecision('bf16'), or on_overflow_limit='bf16' to "
+                "continue in bfloat16."
             )
-            self._fall_back(run)
+        rank_zero_warn(f"LeanMixedPrecision: {steps}. Training continues in {self._on_limit}.")
+        self._fall_back(run)
+
+    def _note_overflows(self, num_overflowed: int) -> None:
+        """Count steps between two updates of the scale, of which some overflowed."""
+        self._num_overflows += num_overflowed
+        self._num_consecutive = self._num_consecutive + 1 if num_overflowed else 0
 
     def _fall_back(self, run: PrecisionRun) -> None:
         self._has_fallen_back = True
         self.precision = "bf16-mixed" if self._on_limit == "bf16" else "32-true"
-        self._overflows.num_consecutive = 0
+        self._num_consecutive = 0
         if run.scaling is not None:
             run.scaling.stop()
         run.end_scaling()
@@ -338,7 +382,7 @@ class LeanMixedPrecision(MixedPrecision):
         state = {
             "precision": self.precision,
             "has_fallen_back": self._has_fallen_back,
-            "overflows": self._overflows.state_dict(),
+            "overflows": {"num_steps": self._num_overflows, "num_consecutive": self._num_consecutive},
         }
         if self.scaler is not None and self.scaler.is_enabled():
             state["scaler"] = self.scaler.state_dict()
@@ -352,9 +396,10 @@ class LeanMixedPrecision(MixedPrecision):
             return
         if self._run is None or not self._run.is_training:  # an evaluation does not change the state of the fit
             return
-        self._overflows.load_state_dict(state_dict["overflows"])
+        overflows = state_dict["overflows"]
+        self._num_overflows, self._num_consecutive = overflows["num_steps"], overflows["num_consecutive"]
         if state_dict["has_fallen_back"]:
-            self._overflows.num_consecutive = 0
+            self._num_consecutive = 0
             if self.scaler is not None and self._on_limit != "error":
                 self._fall_back(self._run)
         if self.scaler is not None and "scaler" in state_dict:
@@ -374,3 +419,49 @@ class LeanMixedPrecision(MixedPrecision):
                 self.load_state_dict(state)
         if self._run is not None:
             self._run.load_weights(checkpoint)
+
+
+def resolve_precision(choice: Precision16 | None, device_type: str) -> Precision16:
+    """Choose for a device: bf16 where its hardware computes in it, else fp16; or check what was chosen."""
+    precision = choice or ("bf16-mixed" if has_native_bf16(device_type) else "16-mixed")
+    if why := _why_not(device_type, _DTYPES[precision]):
+        other = "bf16" if precision == "16-mixed" else "fp16"
+        raise MisconfigurationException(
+            f"LeanMixedPrecision(precision={'fp16' if precision == '16-mixed' else 'bf16'!r}) does not work on "
+            f"{device_type!r} devices: {why}. Use {other!r}, or Trainer(precision='32-true') without this plugin."
+        )
+    if choice == "bf16-mixed" and not has_native_bf16(device_type):
+        rank_zero_warn(
+            f"LeanMixedPrecision(precision='bf16'): this {device_type} device emulates bfloat16, which is slow. 'auto' "
+            "would choose float16 with loss scaling."
+        )
+    return precision
+
+
+def _why_not(device_type: str, dtype: torch.dtype) -> str | None:
+    """Return why autocast does not support a dtype on a device, which torch may only warn about."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            is_enabled = can_autocast(device_type, dtype)
+        except RuntimeError as error:
+            return str(error).rstrip(".")
+    if is_enabled:
+        return None
+    return str(caught[-1].message).splitlines()[0].rstrip(".") if caught else "autocast is not available"
+
+
+def _check_combination(precision: str | None, settings: Settings, scaler: object) -> None:
+    """Refuse a scaler with bfloat16, bfloat16 weights with float16, and a count of lost updates where none is lost."""
+    if precision == "bf16-mixed" and scaler is not None:
+        raise ValueError("LeanMixedPrecision(scaler) is for 'fp16', got one with 'bf16', which has none. Leave it out.")
+    if precision == "16-mixed" and settings.is_lean:
+        raise ValueError(
+            f"LeanMixedPrecision(parameters={settings.parameters!r}) stores bfloat16 weights, which do not work with "
+            "float16. Use precision='bf16', or parameters='fp32'."
+        )
+    if settings.check_updates and settings.parameters not in ("bf16+kahan", "bf16+stochastic"):
+        raise ValueError(
+            "LeanMixedPrecision(check_updates=True) counts updates that parameters='bf16+kahan' or 'bf16+stochastic' "
+            f"rounds away, got parameters={settings.parameters!r}, which loses none: leave it out."
+        )

@@ -1,4 +1,4 @@
-"""What the plugin changes from the setup of a run to its teardown: module, averages, schedules; skipped steps."""
+"""What the plugin changes from the setup of a run to its teardown: module, averages, optimizers, schedules."""
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 
@@ -34,7 +34,8 @@ from lightning_vram.core.patching import (
 from lightning_vram.core.tensors.properties import cast_where
 from lightning_vram.optimizers.averages import LeanAverage
 from lightning_vram.optimizers.bf16_weights import LeanParameters, iterate_computing, refuse_lost_updates
-from lightning_vram.precision.arguments import Settings, refuse_optimizers
+from lightning_vram.optimizers.moment_forms import UpdateCheck
+from lightning_vram.optimizers.step_round import iterate_parameters
 from lightning_vram.private_names.lightning import (
     PUT_AVERAGE,
     SWAP_WITH_AVERAGE,
@@ -48,6 +49,22 @@ from lightning_vram.private_names.lightning import (
 from lightning_vram.private_names.torch import NormBase
 from lightning_vram.techniques.mixed_precision import Float32Islands, LossScaling, WeightCasts, keep_norms_low
 from lightning_vram.techniques.quantize_frozen_weights import read_weights_as
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of the plugin that change the module."""
+
+    fp32_modules: tuple[LayerPattern, ...] = ()
+    low_precision_norms: bool = False  # whether outputs of norms stay in 16 bits
+    recast_in_backward: bool = False  # whether weights are cast again in the backward
+    parameters: str = "fp32"  # how they are stored
+    check_updates: bool = False  # whether to count lost updates
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether parameters are stored in 16 bits."""
+        return self.parameters != "fp32"
 
 
 def _is_rounded(value: Tensor, parameter: Tensor) -> bool:
@@ -99,42 +116,6 @@ def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[W
     return found
 
 
-@dataclass
-class OverflowWatch:
-    """Counts skipped steps, and reports when there are too many in a row."""
-
-    max_consecutive: float  # inf: no limit
-    num_steps: int = 0
-    num_consecutive: int = 0
-
-    def note(self, num_overflowed: int) -> None:
-        """Count steps between two updates of the scale, of which some overflowed."""
-        self.num_steps += num_overflowed
-        self.num_consecutive = self.num_consecutive + 1 if num_overflowed else 0
-
-    def log(self, module: pl.LightningModule, read_scale: Callable[[], float]) -> None:
-        """Log ``vram/overflow_steps`` and ``vram/loss_scale`` of the step that ends."""
-        if is_logging(module, always=self.num_consecutive > 0):
-            log_of_step(module, {"vram/overflow_steps": float(self.num_steps), "vram/loss_scale": read_scale()})
-
-    def error(self, scale: float) -> FloatingPointError:
-        """Return the error of too many steps in a row."""
-        return FloatingPointError(
-            f"LeanMixedPrecision(precision='fp16'): gradients overflowed in {self.num_consecutive} optimizer steps in "
-            f"a row, down to a loss scale of {scale:g}: the training has diverged, or the model leaves the range of "
-            "float16. Lower the learning rate, name the layers that overflow in fp32_modules=[...], use "
-            "LeanMixedPrecision('bf16'), or on_overflow_limit='bf16' to continue in bfloat16."
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
-        return {"num_steps": self.num_steps, "num_consecutive": self.num_consecutive}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a checkpoint."""
-        self.num_steps, self.num_consecutive = int(state["num_steps"]), int(state["num_consecutive"])
-
-
 def is_logging(module: pl.LightningModule, *, always: bool = False) -> bool:
     """Whether values of this step are logged; ``always``: whether they could be."""
     trainer = module.trainer
@@ -149,6 +130,27 @@ def log_of_step(module: pl.LightningModule, values: Mapping[str, float | Tensor]
     with logging_from(module, "optimizer_step"):
         for name, value in values.items():
             module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
+
+
+def refuse_optimizers(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that do not work with a loss scale."""
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise MisconfigurationException(
+            "LeanMixedPrecision(precision='fp16') does not work with LBFGS, which evaluates the loss several times "
+            "per step, and cannot skip one that overflows. Use precision='bf16', or another optimizer."
+        )
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    owners: dict[Tensor, int] = {}
+    for index, optimizer in enumerate(optimizers):
+        for parameter in iterate_parameters(optimizer):
+            owner = owners.setdefault(parameter, index)
+            if owner != index:
+                kinds = [f"{type(optimizers[place]).__name__} (number {place})" for place in (owner, index)]
+                raise MisconfigurationException(
+                    "LeanMixedPrecision(precision='fp16') does not work with optimizers that share parameters, as "
+                    f"{kinds[0]} and {kinds[1]} share {names.get(parameter, 'one')!r}: each would unscale its "
+                    "gradient. Use precision='bf16', or one optimizer with parameter groups."
+                )
 
 
 class PausedSchedules:
@@ -180,6 +182,7 @@ class PausedSchedules:
 
 # Key of the module's own weights in a checkpoint of Lightning's WeightAveraging, which has the average as its weights.
 _CURRENT = "current_model_state"
+
 
 _alive: WeakSet["PrecisionRun"] = WeakSet()
 
@@ -238,7 +241,7 @@ class PrecisionRun:
             undo.callback(MethodPatch(callback, SWAP_WITH_AVERAGE, replace_by(average.swap)).remove)
             undo.callback(MethodPatch(callback, PUT_AVERAGE, replace_by(average.put)).remove)
         if self.settings.check_updates:
-            lean.check_updates(partial(is_logging, self.module))
+            lean.check = UpdateCheck(partial(is_logging, self.module))
 
     @property
     def device_type(self) -> str:
@@ -315,7 +318,7 @@ class PrecisionRun:
 
     def log_lost_updates(self) -> None:
         """Log the share of updates that rounding undid in the last step, if it was counted."""
-        share = None if self.lean is None else self.lean.lost_updates
+        share = None if self.lean is None else self.lean.check.share
         if share is not None:
             log_of_step(self.module, {"vram/lost_updates": share})
 
@@ -357,14 +360,14 @@ class PrecisionRun:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         state: dict[str, Any] = {} if self.paused is None else {"held": list(self.paused.num_missed)}
-        return state if self.lean is None else state | {"lean": self.lean.state_dict()}
+        return state if self.lean is None else state | {"lean": {"num_steps": self.lean.num_steps}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a checkpoint, with the parts that both have; the state of other schedules is ignored."""
         if self.paused is not None and len(state.get("held", ())) == len(self.paused.num_missed):
             self.paused.num_missed = list(state["held"])
         if self.lean is not None and "lean" in state:
-            self.lean.load_state_dict(state["lean"])
+            self.lean.num_steps = state["lean"]["num_steps"]
 
 
 def _forward_between_steps(

@@ -1,6 +1,6 @@
 """Averages of weights that rest on the host, moved beside the training and read as soon as they were told to move."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from lightning_vram.optimizers.averages import HostAverage
-from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.techniques.sharded_checkpoints import gather_module_state
 
 
@@ -58,29 +58,17 @@ def read_at_once() -> list[Tensor]:
     return [local(result) for result in results]
 
 
-def saved_at_once() -> list[Tensor]:
-    """What a checkpoint has of the average."""
-    return _saved(lambda network: None)
-
-
+@torch.no_grad()
 def written_at_once() -> list[Tensor]:
     """A user writes to weights and buffers after the average was told to move towards them."""
-
-    @torch.no_grad()
-    def write(network: Any) -> None:
-        for tensor in (*network.parameters(), *network.buffers()):
-            tensor.mul_(0.5)
-
-    return _saved(write)
-
-
-def _saved(before: Callable[[Any], None]) -> list[Tensor]:
     results: list[Tensor] = []
     with _averaged() as (network, host, average):
         optimizer = sgd(network, host)
         for batch in batches():
-            _step(network, optimizer, batch)
+            with torch.enable_grad():
+                _step(network, optimizer, batch)
             average.update_parameters(network)
-            before(network)
+            for tensor in (*network.parameters(), *network.buffers()):
+                tensor.mul_(0.5)
             results += average.state_dict().values()
     return results

@@ -11,10 +11,10 @@ _STEP_TIMED = "nothing is read: the time that the device takes is measured"
 _TRANSFERS, _SHARDING = "core.host.transfers", "techniques.sharding"
 
 EXCEPTIONS = {
-    (_TRANSFERS, "piece.copy_(source.narrow(0, start, piece.numel()), non_blocking=is_async)"): (
+    (_TRANSFERS, "piece.copy_(part, non_blocking=not is_blocking and _is_pinned(piece))"): (
         _WAITED_FOR + "by D2HCopy.wait, D2HCopy.precede and _let_go"
     ),
-    (_TRANSFERS, "target.narrow(0, start, piece.numel()).copy_(piece, non_blocking=is_async)"): (
+    (_TRANSFERS, "part.copy_(piece, non_blocking=not is_blocking and _is_pinned(piece))"): (
         _WAITED_FOR + "by _StreamH2DCopy.wait, finish and let_go"
     ),
     (_TRANSFERS, "while self._departures and self._departures[0].event.query():"): (
@@ -42,16 +42,12 @@ EXCEPTIONS = {
     ): _TIMED,
     (_CALIBRATE, "torch.accelerator.synchronize()"): _TIMED,
     ("optimizers.in_backward", "work.wait()"): "several ranks: tests/callbacks/optimizer_in_backward",
-    ("optimizers.on_host.optimizers", "self._worker.submit(job).wait()"): (
+    ("optimizers.on_host", "self._worker.submit(job).wait()"): (
         "the next line takes the result, and fails where there is none"
     ),
-    ("optimizers.on_host.optimizers", "group.steps.wait()"): (
+    ("optimizers.on_host", "group.steps.wait()"): (
         "what the next lines read of a pending step, its optimizer state, waits by itself"
     ),
-    (
-        "optimizers.averages",
-        'return [(own, other.detach().to("cpu", non_blocking=True, copy=True)) for own, other in pairs]',
-    ): (_WAITED_FOR + "by Average._move"),
     ("strategies.fsdp_offload.checkpoints", "self.wait()"): _FILES,
     ("strategies.fsdp_offload.checkpoints", "self._store.wait()"): _FILES,
     ("strategies.fsdp_offload.checkpoints", "store.wait()"): _FILES,

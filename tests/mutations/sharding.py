@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_vram.core.host.transfers import HostWorker
-from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.private_names.fsdp2 import discard_step, groups_of
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups

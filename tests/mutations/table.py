@@ -190,7 +190,7 @@ SHARDING = [
     ),
     Mutation(f"{_LANE}.fetch", "self._fetched = _record(self.device)", "pass", sharding.fetched_and_written),
     Mutation(
-        "optimizers.on_host.optimizers:StoredStates.step",
+        "optimizers.on_host:StoredStates.step",
         "flat_shard.wait_for_copies()  # of a forward without gradients, after the backward",
         "pass",
         sharding.evaluated_before_the_step,
@@ -238,20 +238,6 @@ SHARDING = [
 _AVERAGE = "optimizers.averages:HostAverage"
 
 AVERAGES = [
-    Mutation(f"{_AVERAGE}._settle_first", "moving.wait()", "pass", averaging.read_at_once),
-    Mutation(
-        f"{_AVERAGE}._read_state",
-        "state = self._settle_first(inner, *args, **kwargs)",
-        "state = inner(*args, **kwargs)",
-        averaging.saved_at_once,
-    ),
-    Mutation("optimizers.averages:Average._move", "event.synchronize()", "pass", averaging.read_at_once),
-    Mutation(
-        f"{_AVERAGE}.update",
-        'event = None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()',
-        "event = torch.Event(device)",
-        averaging.read_at_once,
-    ),
     Mutation(
         f"{_AVERAGE}.update",
         "watched = [*weights, *(self._averages[weight] for weight in weights)]",
@@ -259,7 +245,7 @@ AVERAGES = [
         averaging.read_at_once,
     ),
     Mutation(
-        "optimizers.on_host.optimizers:HostOptimizers.work_beside",
+        "optimizers.on_host:HostOptimizers.work_beside",
         "group.steps.begin(ticket, watched, is_reader=is_reader)",
         "pass",
         averaging.written_at_once,

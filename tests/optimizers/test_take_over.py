@@ -10,9 +10,9 @@ from support.lean_nets import EXACT, assert_same_weights, give_gradients, lean_n
 from torch import nn, optim
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from lightning_vram.optimizers import take_over
+from lightning_vram.optimizers import step_round
 from lightning_vram.optimizers.bf16_weights import LeanParameters
-from lightning_vram.optimizers.take_over import StepTakeOver
+from lightning_vram.optimizers.step_round import StepTakeOver
 
 
 @pytest.mark.parametrize("scheme", EXACT)
@@ -116,8 +116,8 @@ def test_others_step_as_ever_while_there_are_lean_parameters_and_after():
 def living(monkeypatch):
     """Owners of this test alone."""
     found = WeakKeyDictionary()
-    monkeypatch.setattr(take_over, "_living", found)
-    monkeypatch.setattr(take_over, "_hooks", [])
+    monkeypatch.setattr(step_round, "_living", found)
+    monkeypatch.setattr(step_round, "_hooks", [])
     return found
 
 

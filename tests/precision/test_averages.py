@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_vram import LeanMixedPrecision
 from lightning_vram.core.patching import MethodPatch
-from lightning_vram.optimizers import bf16_chunks
+from lightning_vram.optimizers import bf16_weights
 from lightning_vram.optimizers.bf16_weights import SCHEMES
 from lightning_vram.private_names.lightning import average_of
 
@@ -33,7 +33,7 @@ EMA = AVERAGES["EMA"]
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch):
-    monkeypatch.setattr(bf16_chunks, "CHUNK_ELEMENTS", 300)
+    monkeypatch.setattr(bf16_weights, "CHUNK_ELEMENTS", 300)
 
 
 class Net(pl.LightningModule):

@@ -7,8 +7,7 @@ from support.helpers import LitTiny, TinyCNN, TinyGPT, describe_module
 from torch import nn
 
 from lightning_vram import LeanMixedPrecision
-from lightning_vram.precision.arguments import Settings
-from lightning_vram.precision.run import PrecisionRun
+from lightning_vram.precision.run import PrecisionRun, Settings
 
 
 class Sampling(LitTiny):

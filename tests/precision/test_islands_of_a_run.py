@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.precision.arguments import Settings
-from lightning_vram.precision.run import PrecisionRun
+from lightning_vram.precision.run import PrecisionRun, Settings
 from lightning_vram.techniques.mixed_precision import module_precision
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool
+from lightning_vram.argument_checks import check_bool, check_choice
 from lightning_vram.callbacks.hook_points import MomentsTechnique
 from lightning_vram.optimizers.library_moments import Library
 from lightning_vram.optimizers.moment_forms import UpdateCheck
@@ -68,9 +68,7 @@ class LowBitOptimizer(MomentsTechnique):
     def __init__(self, bits: Literal[8, 4] = 8, library: Library = "own", *, check_updates: bool = False) -> None:
         if bits not in (8, 4) or isinstance(bits, bool):
             raise ValueError(f"LowBitOptimizer(bits) must be 8 or 4, got {bits!r}.")
-        if library not in get_args(Library):
-            named = ", ".join(map(repr, get_args(Library)))
-            raise ValueError(f"LowBitOptimizer(library) must be one of {named}, got {library!r}.")
+        check_choice("LowBitOptimizer(library)", library, get_args(Library))
         if library == "bitsandbytes" and bits == 4:
             raise ValueError(
                 "LowBitOptimizer(library='bitsandbytes') supports 8 bits only, got bits=4: use bits=8, or "

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -142,12 +143,11 @@ def _open_direct(file: int) -> int | None:
 
 
 class DiskWorker(HostWorker):
-    """The thread, and all that it uses; it closes the file when it ends, and holds no reference to its callers."""
+    """The thread, which closes the file when it ends; its copies and staging buffer: others' are not thread-safe."""
 
     def __init__(self, file: DiskFile) -> None:
         self._file = file
-        self._is_stopped = False
-        self._copies: dict[Callable[[], Copies], Copies] = {}
+        self.copies: dict[Callable[[], Copies], Copies] = {}  # by what makes them, for each device
         self.staging_buffer: Tensor | None = None
         super().__init__("lightning_vram disk_path", on_end=self._clean_up)
 
@@ -167,40 +167,12 @@ class DiskWorker(HostWorker):
     def check_alive(self) -> None:
         """Raise what went wrong in the thread, or that it is gone."""
         self.check()
-        if self._is_stopped or (self._thread.ident is not None and not self._thread.is_alive()):
+        if not self._end.alive or (self._thread.ident is not None and not self._thread.is_alive()):
             raise OffloadError(f"{self._file.name}: already closed; the offloaded activations are gone.")
-
-    def stop(self, *, wait: bool = True) -> None:
-        """Stop; what is not written yet will not be."""
-        self._is_stopped = True
-        super().stop(wait=wait)
-
-    def copies(self, make: Callable[[], Copies]) -> Copies:
-        """Return the thread's own copies for the device of ``make``: those of the training step are not thread-safe."""
-        if make not in self._copies:
-            self._copies[make] = make()
-        return self._copies[make]
-
-    def buffer(self, size: int, *, pin_memory: bool) -> Tensor:
-        """Return the thread's own staging buffer: it never waits for one of the others."""
-        if self.staging_buffer is None:
-            self.staging_buffer = make_staging(size, pin_memory=pin_memory)
-        return self.staging_buffer
-
-    def write(self, buffer: Tensor, length: int, position: int) -> None:
-        """Write the first bytes of ``buffer``."""
-        if not self._is_stopped:  # a closed file is not worth the wait
-            self._file.write(bytes_of(buffer, 0, length), position)
-
-    def read(self, buffer: Tensor, length: int, position: int) -> None:
-        """Read into the first bytes of ``buffer``."""
-        if self._is_stopped:
-            raise OSError(f"the file ends at byte {position}")
-        self._file.read(bytes_of(buffer, 0, length), position)
 
     def _clean_up(self) -> None:
         self.staging_buffer = None
-        self._copies.clear()
+        self.copies.clear()
         self._file.close()  # here: a file that is closed under a write may have become another one
 
 
@@ -263,36 +235,31 @@ class DiskRing:
         self._worker.stop()
 
     def _write_part(self, source: Tensor, position: int, copies: Copies, window_bytes: int) -> None:
-        length, loan = source.numel(), self._borrow_buffer()
-        worker = self._worker  # the job must not hold the ring
+        length, buffer, buffers, file = source.numel(), self._borrow_buffer(), self._buffers, self._file
         try:
-            departure = copies.send(source, [loan.buffer.narrow(0, 0, length)], window_bytes)
+            departure = copies.send(source, [buffer.narrow(0, 0, length)], window_bytes)
 
-            def write() -> None:
+            def write() -> None:  # must not hold the ring
                 try:
                     departure.wait()
-                    worker.write(loan.buffer, length, position)
+                    file.write(bytes_of(buffer, 0, length), position)
                 finally:
-                    loan.give_back()
+                    buffers.put(buffer)
 
-            worker.submit(write)
+            self._worker.submit(write)
         except BaseException:
-            loan.give_back()
+            buffers.put(buffer)
             raise
 
-    def _borrow_buffer(self) -> "_BorrowedMemory":
+    def _borrow_buffer(self) -> Tensor:
         if self._buffers.empty() and self._num_buffers < NUM_STAGING_BUFFERS:
-            loan = _BorrowedMemory(make_staging(self._staging_bytes, pin_memory=self._pin_memory), self._buffers)
+            buffer = make_staging(self._staging_bytes, pin_memory=self._pin_memory)
             self._num_buffers += 1
-            return loan
+            return buffer
         while True:
-            try:
-                loan = _BorrowedMemory(self._buffers.get(timeout=PATIENCE_SECONDS), self._buffers)
-            except queue.Empty:
-                self._worker.check_alive()
-            else:
-                self._worker.check_alive()  # an error: the loan ends with it
-                return loan
+            self._worker.check_alive()
+            with suppress(queue.Empty):
+                return self._buffers.get(timeout=PATIENCE_SECONDS)
 
     def _make_chunks(self, sizes: list[int]) -> list[int]:
         end = self._file.num_bytes
@@ -311,37 +278,24 @@ class DiskBlock:
 
     def read(self, target: Tensor, make_copies: Callable[[], Copies], moment: Any) -> H2DCopy:
         """Begin to read into ``target``, which was made before ``moment``; ``OffloadError`` after an error."""
-        worker, extents = self._ring._worker, self._extents  # the job must hold neither the ring nor this object
-        size, pin_memory = self._ring._staging_bytes, self._ring._pin_memory
+        ring, extents = self._ring, self._extents
+        worker, file, size, pin_memory = ring._worker, ring._file, ring._staging_bytes, ring._pin_memory
         copied: list[H2DCopy] = []
 
-        def read() -> None:
-            copies, buffer = worker.copies(make_copies), worker.buffer(size, pin_memory=pin_memory)
-            start = 0
+        def read() -> None:  # must hold neither the ring nor this object
+            if make_copies not in worker.copies:
+                worker.copies[make_copies] = make_copies()
+            if worker.staging_buffer is None:
+                worker.staging_buffer = make_staging(size, pin_memory=pin_memory)
+            copies, buffer, start = worker.copies[make_copies], worker.staging_buffer, 0
             for position, length in extents:
-                worker.read(buffer, length, position)
+                file.read(bytes_of(buffer, 0, length), position)
                 copied[:] = [copies.fetch([buffer[:length]], target.narrow(0, start, length), moment)]
                 copied[0].finish()
                 start += length
             copies.settle()  # else they would hold the target until they are asked for the next
 
         return _DiskH2DCopy(worker.submit(read), copied)
-
-
-class _BorrowedMemory:
-    """A staging buffer that is returned once: when it is written, or never will be."""
-
-    def __init__(self, buffer: Tensor, buffers: "queue.SimpleQueue[Tensor]") -> None:
-        self.buffer = buffer
-        self._buffers: queue.SimpleQueue[Tensor] | None = buffers
-
-    def __del__(self) -> None:
-        self.give_back()
-
-    def give_back(self) -> None:
-        buffers, self._buffers = self._buffers, None
-        if buffers is not None:
-            buffers.put(self.buffer)
 
 
 @dataclass(eq=False)

@@ -230,7 +230,7 @@ def make_host_tensor(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Ten
     """
     if not pin_memory or not numel:
         return torch.empty(numel, dtype=dtype, device="cpu")
-    tensor = _empty_on_own_pages(numel, dtype)
+    tensor = empty_on_own_pages(numel, dtype)
     if pin_in_place(tensor):
         return tensor
     if not can_pin_in_place(tensor):
@@ -245,7 +245,7 @@ def make_host_tensor(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Ten
     return tensor
 
 
-def _empty_on_own_pages(numel: int, dtype: torch.dtype) -> Tensor:
+def empty_on_own_pages(numel: int, dtype: torch.dtype) -> Tensor:
     """Return a flat tensor of zeros that shares no page with other memory, and that a fork does not copy."""
     if sys.platform != "linux" or detect_fake_mode() is not None:
         return torch.empty(numel, dtype=dtype, device="cpu")

@@ -163,16 +163,14 @@ class StreamCopies(Copies):
         _let_go(oldest)
 
 
+@dataclass(eq=False)
 class _StreamH2DCopy(H2DCopy):
     """Holds its target until the copy has finished or is waited for: its memory must not be given out before."""
 
-    __slots__ = ("_event", "_module", "_stream", "target")
-
-    def __init__(self, target: Tensor | None, event: Any, stream: Any, module: Any) -> None:
-        self.target = target
-        self._event = event
-        self._stream = stream
-        self._module = module
+    target: Tensor | None
+    _event: Any
+    _stream: Any
+    _module: Any
 
     def wait(self, target: Tensor) -> None:
         current = self._module.current_stream(target.device)
@@ -219,21 +217,15 @@ def note_use(tensor: Tensor, stream: Any) -> None:
 def scatter(source: Tensor, pieces: Sequence[Tensor], *, is_blocking: bool = False) -> None:
     """Copy ``source`` into ``pieces``, one after another."""
     note_copy(TO_HOST, source.nbytes)
-    start = 0
-    for piece in pieces:
-        is_async = not is_blocking and _is_pinned(piece)
-        piece.copy_(source.narrow(0, start, piece.numel()), non_blocking=is_async)
-        start += piece.numel()
+    for piece, part in zip(pieces, torch.split(source, [piece.numel() for piece in pieces]), strict=True):
+        piece.copy_(part, non_blocking=not is_blocking and _is_pinned(piece))
 
 
 def gather(pieces: Sequence[Tensor], target: Tensor, *, is_blocking: bool = False) -> None:
     """Copy ``pieces`` into ``target``, one after another."""
     note_copy(TO_DEVICE, target.nbytes)
-    start = 0
-    for piece in pieces:
-        is_async = not is_blocking and _is_pinned(piece)
-        target.narrow(0, start, piece.numel()).copy_(piece, non_blocking=is_async)
-        start += piece.numel()
+    for piece, part in zip(pieces, torch.split(target, [piece.numel() for piece in pieces]), strict=True):
+        part.copy_(piece, non_blocking=not is_blocking and _is_pinned(piece))
 
 
 def _is_pinned(piece: Tensor) -> bool:

@@ -250,24 +250,11 @@ class LowBitTensor(Tensor):
         out = self.records.new_empty(self.numel(), dtype=torch.float32) if out is None else out
         native = native_codecs(out, self.records)
         if native is None:
-            out.copy_(self._decode())
+            values = decode_rows(self.records, self.bits, is_positive=self.is_positive)
+            out.copy_(values.view(-1)[: self.numel()])
         else:
             native.decode_low_bit(self.records, out, self.bits, is_positive=self.is_positive)
         return out.as_strided(self.shape, self.stride())
-
-    def _decode(self) -> Tensor:
-        codes, scales = self.records[:, :-_SCALE_BYTES], self.records[:, -_SCALE_BYTES:]
-        if self.bits == 4:  # two neighbours in a byte, the first one in its lower half
-            pairs = codes.to(torch.int16)
-            codes = pairs.bitwise_or_(pairs.bitwise_left_shift(4)).bitwise_and_(0x0F0F).view(torch.uint8)
-        numbers = codes.float()
-        if self.is_positive:
-            numbers.add_(1).mul_(0.5**self.bits).square_()
-        else:
-            numbers.sub_(2 ** (self.bits - 1) - 1).mul_(2 * 0.5**self.bits)
-            numbers.mul_(numbers.abs())
-        numbers.mul_(scales.clone(memory_format=torch.contiguous_format).view(torch.float32))  # aligned
-        return numbers.view(-1)[: self.numel()]
 
     def take_over(self, numbers: Tensor) -> None:
         """Set the values from a float32 tensor of this shape."""
@@ -282,15 +269,8 @@ class LowBitTensor(Tensor):
             return
         missing = self.records.shape[0] * size - flat.numel()
         blocks = (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(-1, size)
-        if not blocks.numel():
-            return
-        # Of the largest magnitude in each row, with its sign, [n, 1].
-        largest, smallest = blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True)
-        scales = torch.where(smallest.neg() > largest, smallest, largest)
-        scales.masked_fill_(scales.isinf(), math.nan)
-        codes = _encode(blocks, scales, self.bits, is_positive=self.is_positive)
-        self.records[:, :-_SCALE_BYTES].copy_(codes)
-        self.records[:, -_SCALE_BYTES:].copy_(scales.view(torch.uint8))
+        if blocks.numel():
+            encode_rows(blocks, self.records, self.bits, is_positive=self.is_positive)
 
     @property
     def block_size(self) -> int:
@@ -355,25 +335,42 @@ class LowBitTensor(Tensor):
         return result
 
 
-def _encode(blocks: Tensor, scales: Tensor, bits: Bits, *, is_positive: bool) -> Tensor:
-    """Return a block in each row, uint8."""
+def decode_rows(records: Tensor, bits: int, *, is_positive: bool) -> Tensor:
+    """Return the float32 values of :class:`LowBitTensor`, a block in each row, from its records."""
+    # Compiled, too: views of the same item size only, as another one would be a kernel by itself.
+    low, second, third, high = (records[:, place, None].int() for place in range(-_SCALE_BYTES, 0))
+    scales = (low | second << 8 | third << 16 | high << 24).view(torch.float32)
+    codes = records[:, :-_SCALE_BYTES]
+    if bits == 4:  # two neighbours in a byte, the first one in its lower half
+        shifts = torch.arange(0, 8, 4, dtype=torch.uint8, device=records.device)
+        codes = (codes.unsqueeze(2) >> shifts & 0xF).flatten(1)
+    offset, unit = (-1, 0.5**bits) if is_positive else (2 ** (bits - 1) - 1, 2 * 0.5**bits)
+    roots = (codes.float() - offset) * unit
+    return roots * roots.abs() * scales
+
+
+def encode_rows(numbers: Tensor, records: Tensor, bits: int, *, is_positive: bool) -> None:
+    """Write float32 numbers, a block in each row, to records."""
+    # The largest magnitude in each row, with its sign, [n, 1].
+    largest, smallest = numbers.amax(1, keepdim=True), numbers.amin(1, keepdim=True)
+    scales = torch.where(-smallest > largest, smallest, largest)
+    scales = torch.where(scales.abs() == math.inf, math.nan, scales)
     # Of a block of zeros as they are; of one without a number, whose scale tells that, it does not matter.
-    ratios = blocks / torch.where(scales.abs() > 0, scales, 1.0)
-    if is_positive:
-        codes = _root(ratios).mul_(2**bits).round_().sub_(1)
-    else:
-        half = 2 ** (bits - 1)
-        codes = torch.copysign(_root(ratios.abs()), ratios).mul_(half).round_().add_(half - 1)
-    codes = codes.clamp_(0, 2**bits - 1).to(torch.uint8)
-    if bits == 8:
-        return codes
-    pairs = codes.view(torch.int16)
-    return pairs.bitwise_or_(pairs.bitwise_right_shift(4)).to(torch.uint8)  # which keeps the lower byte
+    ratios = numbers / torch.where(scales.abs() > 0, scales, 1.0)
+    offset, units = (-1, 2**bits) if is_positive else (2 ** (bits - 1) - 1, 2 ** (bits - 1))
+    codes = torch.round(torch.copysign(_root(ratios.abs()), ratios) * units) + offset
+    codes = codes.clamp(0, 2**bits - 1).to(torch.uint8)
+    if bits == 4:
+        pairs = codes.view(codes.shape[0], -1, 2)
+        codes = pairs[..., 0] | pairs[..., 1] << 4
+    records[:, :-_SCALE_BYTES].copy_(codes)
+    for place in range(_SCALE_BYTES):
+        records[:, place - _SCALE_BYTES].copy_((scales.view(torch.int32) >> 8 * place & 0xFF).squeeze(1))
 
 
 def _root(ratios: Tensor) -> Tensor:
     """Return square roots, rounded right: on a CPU ``torch.sqrt`` is that of MKL, which is off by a bit in a fifth."""
-    return ratios.sqrt_() if ratios.device.type != "cpu" else ratios.double().sqrt_().float()
+    return ratios.sqrt() if ratios.device.type != "cpu" else ratios.double().sqrt().float()
 
 
 def decoded(value: Any) -> Any:

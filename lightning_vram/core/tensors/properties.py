@@ -261,45 +261,38 @@ def flatten_output(output: Any) -> tuple[list[Any], Rebuild]:
     return leaves, partial(tree_unflatten, treespec=structure)
 
 
-def iterate_leaves(tree: Any, _open: frozenset[int] = frozenset()) -> Iterator[Any]:
+def iterate_leaves(tree: Any) -> Iterator[Any]:
     """Yield the leaves of a pytree, those in the fields of its dataclasses included."""
     if isinstance(tree, Tensor):  # what most modules take
         yield tree
         return
     for leaf in tree_leaves(tree, is_leaf=_is_opened):
         if _is_opened(leaf):
-            if id(leaf) not in _open:  # else it holds itself
-                yield from iterate_leaves(_read(leaf), _open | {id(leaf)})
+            yield from iterate_leaves(_read(leaf))
         else:
             yield leaf
 
 
-def cast_where(
-    is_meant: Callable[[object], bool], dtype: torch.dtype, tree: Any, _open: frozenset[int] = frozenset()
-) -> Any:
+def cast_where(is_meant: Callable[[object], bool], dtype: torch.dtype, tree: Any) -> Any:
     """Return ``tree`` with its tensors that ``is_meant`` accepts cast; what does not change is returned itself."""
     if isinstance(tree, Tensor):
         return tree.to(dtype) if is_meant(tree) else tree
-    if not any(is_meant(leaf) for leaf in iterate_leaves(tree, _open)):
+    if not any(is_meant(leaf) for leaf in iterate_leaves(tree)):
         return tree
 
     def cast(leaf: Any) -> Any:
-        if _is_opened(leaf):
-            return leaf if id(leaf) in _open else _cast_fields(is_meant, dtype, leaf, _open | {id(leaf)})
-        return leaf.to(dtype) if is_meant(leaf) else leaf
+        if not _is_opened(leaf):
+            return leaf.to(dtype) if is_meant(leaf) else leaf
+        values = _read(leaf)
+        changed = {name: cast_where(is_meant, dtype, value) for name, value in values.items()}
+        if all(changed[name] is value for name, value in values.items()):
+            return leaf
+        twin = copy.copy(leaf)  # not by its __init__: checks and computed fields ran once
+        for name, value in changed.items():
+            object.__setattr__(twin, name, value)  # frozen ones too
+        return twin
 
     return tree_map(cast, tree, is_leaf=_is_opened)
-
-
-def _cast_fields(is_meant: Callable[[object], bool], dtype: torch.dtype, data: Any, under_way: frozenset[int]) -> Any:
-    values = _read(data)
-    changed = {name: cast_where(is_meant, dtype, value, under_way) for name, value in values.items()}
-    if all(changed[name] is value for name, value in values.items()):
-        return data
-    twin = copy.copy(data)  # not by its __init__: checks and computed fields ran once
-    for name, value in changed.items():
-        object.__setattr__(twin, name, value)  # frozen ones too
-    return twin
 
 
 def _read(data: Any) -> dict[str, Any]:

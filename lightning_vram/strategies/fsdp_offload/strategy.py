@@ -20,8 +20,9 @@ from lightning_vram.core.processes import NumaBinding, bind_to_node_of
 from lightning_vram.core.ranks import check_same_modules, on_all_ranks, spread_values
 from lightning_vram.memory.host import cores_of_rank
 from lightning_vram.optimizers.averages import HostAverage
+from lightning_vram.optimizers.host_memory import HostMemory, count_host_needs, count_state_bytes
 from lightning_vram.optimizers.moment_forms import FORMS, HostState, describe_unsupported
-from lightning_vram.optimizers.on_host import HostMemory, HostNeeds, HostOptimizers, add_states, count_host_needs
+from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.precision.run import list_averages
 from lightning_vram.private_names.dispatcher import detect_fake_mode
 from lightning_vram.private_names.lightning import find_trainer
@@ -186,8 +187,8 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         self.moments: HostState | None = None
         self._undo = ExitStack()  # of what a run has changed outside of its module
         self._has_failed = False
-        self._check_memory: Callable[[HostNeeds], None] | None = None  # until the optimizers are set up
-        self._host_needs = HostNeeds()
+        self._check_memory: Callable[[dict[str, int]], None] | None = None  # until the optimizers are set up
+        self._host_needs: dict[str, int] = {}  # bytes by kind
         self._binding: NumaBinding | None = None
 
     def make_again(self) -> "FSDPOffloadStrategy":
@@ -298,7 +299,7 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         self, module: pl.LightningModule, cast: set[str], low_precision_dtype: torch.dtype | None
     ) -> None:
         """Refuse a module that exceeds host memory, except in estimates for other machines."""
-        self._host_needs = HostNeeds()
+        self._host_needs = {}
         if self.arguments.device_bytes is not None:  # some of it will be on the device
             return
         has_copies = self.root_device.type != "cpu" and self.arguments.master != "split"
@@ -308,24 +309,23 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         self._host_needs = count_host_needs(module, num_shards, copied, low_precision_dtype, averages)
         if detect_fake_mode() is None:
             memory = HostMemory(module, self.optimizers, averages, may_swap=not self._pins_memory)
-            is_spread = self.arguments.shard != "hybrid"
-            self._check_memory = partial(memory.check, name=type(self).__name__, is_spread=is_spread)
+            self._check_memory = partial(memory.check, name=type(self).__name__)
             self._check_memory(self._host_needs)
 
     def _check_optimizer_memory(self) -> None:
         """Refuse optimizer state that exceeds host memory with the rest."""
         assert self._sharding is not None
         check, self._check_memory = self._check_memory, None
-        if self._host_needs.total and self.arguments.nvme_path is None:
-            form = FORMS.get(self._host_state)
-            self._host_needs = add_states(self._host_needs, self.optimizers, self._sharding.shards, form)
+        if self._host_needs and self.arguments.nvme_path is None:
+            states = count_state_bytes(self.optimizers, self._sharding.shards, FORMS.get(self._host_state))
+            self._host_needs["optimizer state"] = states
         if check is not None:
             check(self._host_needs)
 
     @property
     def host_bytes(self) -> int:
         """Host memory of this rank between steps, as counted at the setup; 0 with ``device_bytes``."""
-        return self._host_needs.total
+        return sum(self._host_needs.values())
 
     def _attach(self, trainer: pl.Trainer) -> None:
         assert self._sharding is not None

@@ -80,16 +80,6 @@ class LossScaling:
 
     ``over_ranks`` reduces a float32 scalar, > 0 where there is an inf or nan, over all ranks, which then step or skip
     together; ``None``: this rank decides alone. ``on_update`` gets the number of steps that were skipped.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
-        >>> scaling = LossScaling(GradScaler("cpu", init_scale=8.0), [optimizer])
-        >>> scaling.scale(weight.sum()).backward()
-        >>> scaling.step(optimizer)
-        >>> scaling.update()
-        >>> weight.tolist()
-        [0.5, 0.5]
     """
 
     def __init__(

@@ -41,16 +41,6 @@ class Float32Islands(Swaps):
     tensors of the result are cast to its dtype, but not losses (scalars, or of ``nn.MSELoss`` and the like): float16
     would overflow once they are scaled. The caller does not see what ``forward`` writes into a 16-bit argument.
     :meth:`remove` leaves copies made meanwhile, and modules that were islands before, as they are.
-
-    Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> islands = Float32Islands([layer], "cpu")
-        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
-        ...     print(layer(torch.ones(1, 2)).dtype)
-        torch.float32
-        >>> islands.idle
-        []
-        >>> islands.remove()
     """
 
     def __init__(self, modules: Iterable[nn.Module], device_type: str) -> None:
@@ -154,14 +144,6 @@ def keep_norms_low(model: nn.Module, device_type: str, skip: Collection[nn.Modul
 
     ``nn.LayerNorm`` and ``nn.RMSNorm`` read 16 bit as well. Of other classes whose name ends alike (transformers') only
     the output is cast, and the input of ``...RMSNorm``, which they upcast themselves. Gains stay float32 parameters.
-
-    Example:
-        >>> norm = nn.LayerNorm(2)
-        >>> handle = keep_norms_low(norm, "cpu")
-        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
-        ...     print(norm(torch.ones(1, 2)).dtype)
-        torch.bfloat16
-        >>> handle.remove()
     """
     skipped = {part for module in skip for part in module.modules()}
     norms = {part: _is_stock(part) for part in model.modules() if part not in skipped and _is_norm(part)}

@@ -88,7 +88,7 @@ def measure(options: Options) -> Iterator[Row]:
             "variant": name,
             "by": "ours" if name.startswith("st") else "plain",
             "file_bytes": disk._places.total_bytes,
-            "ring_bytes": disk._pipeline.ring_bytes,
+            "ring_bytes": sum(one.nbytes for one in disk._pipeline._buffers),
             **compare_seconds(seconds[name], seconds["in memory"]),
             "gb_per_second": moved / median / 1e9,
             **rate,

@@ -128,7 +128,7 @@ def test_auto_is_our_own_on_a_host(fit, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((8, "bnb"), "LowBitOptimizer(library) must be one of 'auto', 'own', 'torchao', 'bitsandbytes', got 'bnb'."),
+        ((8, "bnb"), "LowBitOptimizer(library) must be 'auto', 'own', 'torchao' or 'bitsandbytes', got 'bnb'."),
         (
             (4, "bitsandbytes"),
             "LowBitOptimizer(library='bitsandbytes') supports 8 bits only, got bits=4: use bits=8, or "

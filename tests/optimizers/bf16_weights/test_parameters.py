@@ -7,14 +7,13 @@ import torch
 from support.lean_nets import EXACT, assert_same_weights, give_gradients, lean_net, make_net, take_steps
 from torch import nn, optim
 
-from lightning_vram.optimizers.bf16_chunks import WeightChunk
-from lightning_vram.optimizers.bf16_weights import SCHEMES, LeanParameters
+from lightning_vram.optimizers.bf16_weights import SCHEMES, LeanParameters, WeightChunk
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     """The two weights and the two biases together each fill more than one."""
-    monkeypatch.setattr("lightning_vram.optimizers.bf16_chunks.CHUNK_ELEMENTS", 400)
+    monkeypatch.setattr("lightning_vram.optimizers.bf16_weights.CHUNK_ELEMENTS", 400)
 
 
 # Five steps of all others are in optimizer_table.txt.
@@ -93,7 +92,7 @@ def test_frozen_parameters_come_back_exactly_and_train_when_thawed(scheme):
     net[0].requires_grad_(True)
     give_gradients(net, 1)
     optimizer.step()
-    assert {chunk._codec._scheme for chunk in lean._chunks} == {scheme}
+    assert {chunk.codec._scheme for chunk in lean._chunks} == {scheme}
     lean.restore()
     expected = torch.add(plain[0].weight, net[0].weight.grad, alpha=-0.1)
     assert torch.allclose(net[0].weight, expected, rtol=2**-7, atol=2**-10)
@@ -120,7 +119,7 @@ def test_master_shows_halves_of_frozen_and_lent_weights_as_a_conversion_does():
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_step_writes_to_no_parameter_of_another_optimizer(scheme, monkeypatch):
-    monkeypatch.setattr("lightning_vram.optimizers.bf16_chunks.CHUNK_ELEMENTS", 2**22)
+    monkeypatch.setattr("lightning_vram.optimizers.bf16_weights.CHUNK_ELEMENTS", 2**22)
     net = make_net()
     lean = LeanParameters(net.parameters(), scheme)
     optimizers = [optim.SGD(net[0].parameters(), lr=0.1), optim.SGD(net[1].parameters(), lr=0.1)]

@@ -21,7 +21,7 @@ TRANSIENT_BYTES = {"bf16+master": 7, "bf16+split": 4 + 4, "bf16+kahan": 4 + 8 + 
 
 @pytest.mark.parametrize("scheme", BYTES)
 def test_bytes_per_parameter_are_those_of_the_table(scheme, monkeypatch):
-    monkeypatch.setattr("lightning_vram.optimizers.bf16_chunks.CHUNK_ELEMENTS", WIDTH * WIDTH)
+    monkeypatch.setattr("lightning_vram.optimizers.bf16_weights.CHUNK_ELEMENTS", WIDTH * WIDTH)
     with track_memory() as tracker:
         layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS))
         lean = LeanParameters(layers.parameters(), scheme)
@@ -56,7 +56,7 @@ def test_the_tracker_counts_what_is_kept_beside_as_the_state_of_the_optimizer():
 
 
 def test_a_checkpoint_needs_no_device_memory_and_no_more_of_the_host_than_it_keeps(monkeypatch):
-    monkeypatch.setattr("lightning_vram.optimizers.bf16_chunks.CHUNK_ELEMENTS", WIDTH * WIDTH)
+    monkeypatch.setattr("lightning_vram.optimizers.bf16_weights.CHUNK_ELEMENTS", WIDTH * WIDTH)
     layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS))
     lean = LeanParameters(layers.parameters(), "bf16+split")
     with track_memory() as tracker:
@@ -72,4 +72,4 @@ def test_frozen_parameters_cost_two_bytes_of_the_device_and_a_few_of_the_host(sc
         layer = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(requires_grad=False)
         lean = LeanParameters(layer.parameters(), scheme)
         assert tracker.timeline.live_bytes == (2 + host_bytes) * WIDTH * WIDTH
-    assert lean._chunks[0].rest.device.type == "cpu"
+    assert lean._chunks[0].codec.rest.device.type == "cpu"

@@ -33,10 +33,10 @@ def refusal(message: str):
 
 def test_an_unknown_scheme_is_refused():
     message = (
-        "LeanParameters(scheme) must be one of bf16+master, bf16+split, bf16+kahan, bf16+stochastic, got 'bf16-split'."
+        "LeanParameters(scheme) must be 'bf16+master', 'bf16+split', 'bf16+kahan' or 'bf16+stochastic', got 'half'."
     )
     with refusal(message):
-        LeanParameters([], "bf16-split")
+        LeanParameters([], "half")
 
 
 def test_a_parameter_of_another_precision_is_refused_and_no_other_is_converted():

@@ -6,6 +6,7 @@ from torch import nn
 from torch.optim import SGD
 
 from lightning_vram.optimizers.bf16_weights import LeanParameters
+from lightning_vram.optimizers.moment_forms import UpdateCheck
 
 STEP = 2.0**-20
 
@@ -13,12 +14,12 @@ STEP = 2.0**-20
 def lost(scheme: str, weights: list[float], learning_rate: float = STEP, *, is_due: bool = True) -> float | None:
     weight = nn.Parameter(torch.tensor(weights))
     lean = LeanParameters([weight], scheme)
-    lean.check_updates(lambda: is_due)
+    lean.check = UpdateCheck(lambda: is_due)
     optimizer = SGD([weight], learning_rate)
     lean.attach([optimizer])
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    return None if lean.lost_updates is None else float(lean.lost_updates)
+    return None if lean.check.share is None else float(lean.check.share)
 
 
 @pytest.mark.parametrize(

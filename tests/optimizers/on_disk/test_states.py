@@ -260,7 +260,7 @@ def test_memory_is_the_ring_and_nothing_else(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(on_disk, "step_parts", step)
     for _ in range(3):
         streamed.step()
-    assert 1.5 * MIB <= disk._pipeline.ring_bytes <= 1.6 * MIB
+    assert 1.5 * MIB <= sum(one.nbytes for one in disk._pipeline._buffers) <= 1.6 * MIB
     assert max(seen) - before <= 6 * MIB  # threads and Python take some
     states = streamed.optimizer.state.values()
     assert all(
@@ -459,14 +459,15 @@ def test_a_disk_that_moves_nothing_is_broken(tmp_path, monkeypatch, call: str) -
 
 def test_buffers_begin_with_a_page() -> None:
     for size in (1, 5000):
-        buffer = on_disk._make_buffer(size)
+        buffer = on_disk.empty_on_own_pages(size, torch.uint8)
         assert buffer.data_ptr() % 4096 == 0
         assert buffer.numel() == size
 
 
 def test_buffers_stay_whole_when_the_process_forks() -> None:
     """What is read past the page cache while a process forks goes to one of the two only."""
-    buffer, maps, is_ours = on_disk._make_buffer(5000), Path("/proc/self/smaps").read_text().splitlines(), False
+    buffer, is_ours = on_disk.empty_on_own_pages(5000, torch.uint8), False
+    maps = Path("/proc/self/smaps").read_text().splitlines()
     for line in maps:
         head = line.split()[0]
         if "-" in head:

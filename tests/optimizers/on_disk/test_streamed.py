@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_vram.core.host.memory import OffloadError
 from lightning_vram.optimizers import on_disk
-from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+from lightning_vram.optimizers.on_host import HostOptimizers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_vram.core.host.transfers import HostWorker
 from lightning_vram.core.tensors.codecs import LowBitTensor
 from lightning_vram.optimizers.moment_forms import FORMS
-from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+from lightning_vram.optimizers.on_host import HostOptimizers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 PLACES = ["memory", "disk", "bf16", "8bit", "4bit", "disk bf16", "disk 8bit"]

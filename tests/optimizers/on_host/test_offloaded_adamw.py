@@ -5,7 +5,7 @@ import torch
 from support.sharded_nets import assert_same, batch, loss_of, make, weights
 from torch.optim.lr_scheduler import StepLR
 
-from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 

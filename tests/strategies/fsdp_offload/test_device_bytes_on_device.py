@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_vram import LeanMixedPrecision
 from lightning_vram.core.processes import leave_group
-from lightning_vram.optimizers.on_host import optimizers
+from lightning_vram.optimizers import on_host
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
 pytestmark = [
@@ -114,9 +114,9 @@ def test_the_modes_are_its_corners(precision, fit):
 
 def test_gradients_that_come_in_two_threads_begin_one_step(fit, monkeypatch):
     expected, is_begun, rounds = fit(device_bytes=0.3, gradient_clip_val=None), threading.Semaphore(0), []
-    landed = optimizers.HostOptimizers._landed
+    landed = on_host.HostOptimizers._landed
 
-    class SlowRound(optimizers.StepRound):
+    class SlowRound(on_host.StepRound):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             rounds.append(threading.get_ident())
             is_begun.release()
@@ -128,8 +128,8 @@ def test_gradients_that_come_in_two_threads_begin_one_step(fit, monkeypatch):
             is_begun.acquire(timeout=10)
         landed(self, group)
 
-    monkeypatch.setattr(optimizers, "StepRound", SlowRound)
-    monkeypatch.setattr(optimizers.HostOptimizers, "_landed", land)
+    monkeypatch.setattr(on_host, "StepRound", SlowRound)
+    monkeypatch.setattr(on_host.HostOptimizers, "_landed", land)
     ours = fit(device_bytes=0.3, gradient_clip_val=None)
     assert len(rounds) == STEPS
     assert_equal_weights(ours, expected)

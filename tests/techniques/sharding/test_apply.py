@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.optimizers.on_host.optimizers import HostOptimizers
+from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.techniques.mixed_precision.weight_casts import find_autocast_weights
 from lightning_vram.techniques.sharding import apply
 from lightning_vram.techniques.sharding import group as sharded_group

@@ -16,22 +16,24 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.gradients import clip_factor, sharded_norm
 from lightning_vram.core.host.transfers import HostWorker, Ticket
-from lightning_vram.core.patching import MethodPatch
 from lightning_vram.core.tensors.properties import state_stored_like
 from lightning_vram.memory.tracking.ledger import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.moment_forms import LowPrecisionStates, StateForm, find_unsupported, upcast_when_stepped
 from lightning_vram.optimizers.on_disk import StreamedStates
-from lightning_vram.optimizers.step_loop import scale_gradients, step_flat_shards, step_in_parts
+from lightning_vram.optimizers.step_loop import step_flat_shards, step_in_parts
 from lightning_vram.optimizers.step_round import (
     KnownStates,
     Member,
     StepRound,
+    StepTakeOver,
+    WholeSteps,
+    can_step_wholes,
     iterate_parameters,
     list_tensors,
     refuse_optimizer,
+    scale_gradients,
     why_not_steppable,
 )
-from lightning_vram.optimizers.take_over import StepTakeOver, WholeSteps, can_step_wholes, explain_failures
 from lightning_vram.private_names.fsdp2 import calls_derived_dispatch, local_shard
 from lightning_vram.private_names.torch import has_step_hooks, note_step
 from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, fp32_part, low_precision_of
@@ -61,15 +63,11 @@ class StoredStates:
 
     def begin(self, optimizer: Optimizer) -> list[RemovableHandle]:
         """Convert moments now, and move what is loaded there; return handles."""
-        streamed, low_precision, handles = self._streamed, self._low_precision, []
+        streamed, handles = self._streamed, []
         if streamed is not None:
             handles.append(optimizer.register_load_state_dict_post_hook(lambda _: streamed.load(), prepend=True))
-        if low_precision is not None:
-            low_precision.take_in(optimizer)
-            handles += [
-                optimizer.register_load_state_dict_pre_hook(low_precision.before_load),
-                optimizer.register_load_state_dict_post_hook(low_precision.take_in, prepend=True),  # before the disk
-            ]
+        if self._low_precision is not None:
+            handles += self._low_precision.begin()  # its hook runs before that of the disk
         return handles
 
     def adopt(self, members: Sequence[Member], wait: Callable[[], None]) -> None:
@@ -84,8 +82,9 @@ class StoredStates:
         for flat_shard in group.flat_shards:
             flat_shard.wait_for_copies()  # of a forward without gradients, after the backward
         streamed, low_precision = self._streamed if group.landing is not None else None, self._low_precision
-        is_whole = streamed is not None
-        members = step_flat_shards(step_round, low_precision, group.flat_shards, members, is_whole=is_whole)
+        if any(flat_shard.is_split for flat_shard in group.flat_shards):
+            is_whole = streamed is not None
+            members = step_flat_shards(step_round, low_precision, group.flat_shards, members, is_whole=is_whole)
         if streamed is not None:
             streamed.run(step_round, members)
         elif low_precision is not None and any(low_precision.has(member.parameter) for member in members):
@@ -173,7 +172,7 @@ class HostOptimizers(StepTakeOver):
         """Step more optimizers here; refuse all if one cannot. Of unknown classes, only the effects are handled."""
         for optimizer in optimizers:  # some were created before sharding
             replace_parameters(optimizer, self._sharding.shards)
-        fresh = [one for one in optimizers if self._has_ours(one) and not any(one is known for known in self._attached)]
+        fresh = [one for one in optimizers if self._has_ours(one) and one not in self._attached]
         for optimizer in fresh:
             refuse_optimizer(optimizer, is_split=self._is_split)
         on_host = [parameter for parameter, group in self._groups.items() if group.landing is not None]
@@ -210,9 +209,10 @@ class HostOptimizers(StepTakeOver):
     def _attach_foreign(self, optimizer: Optimizer) -> None:
         """Step an optimizer of an unknown class synchronously, on whole tensors if possible."""
         is_whole = not self._is_split and can_step_wholes(optimizer)
+        tensors = "whole tensors" if is_whole else "sharded tensors, which may raise errors of DTensor"
         warnings.warn(
-            f"{type(optimizer).__name__} is not one of torch.optim's elementwise optimizers: it steps on "
-            f"{'whole' if is_whole else 'sharded'} tensors, and training waits for it.",
+            f"{type(optimizer).__name__} is not one of torch.optim's elementwise optimizers, such as AdamW: it steps "
+            f"on {tensors}, and training waits for it.",
             stacklevel=3,
         )
         self._handles += [
@@ -222,9 +222,6 @@ class HostOptimizers(StepTakeOver):
         if is_whole:
             whole = WholeSteps(optimizer, partial(self._written, optimizer))
             self._patch_step(optimizer, lambda optimizer, closure=None: whole.step(closure))
-        else:
-            explain = partial(explain_failures, optimizer=optimizer, is_split=self._is_split)
-            self._patches.append(MethodPatch(optimizer, "step", explain))
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, *, may_wait: bool) -> None:
         """Clip gradients to a common 2-norm; ``may_wait``: in the step, which comes next. A collective."""
@@ -234,7 +231,7 @@ class HostOptimizers(StepTakeOver):
         if self._worker is not None:
             norm = norm.cpu()  # scaling on the host needs no wait for the device
         factor = clip_factor(norm, max_norm)
-        if may_wait and self._is_taken(optimizer):
+        if may_wait and optimizer in self._taken:
             self._factors[id(optimizer)] = factor
         else:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -319,21 +316,19 @@ class HostOptimizers(StepTakeOver):
         self.work_beside(partial(states.step, step_round, group, members), group, list_tensors(members))
 
     def work_beside(
-        self, job: Callable[[], None], group: ShardedGroup | None, watched: Iterable[Tensor], *, is_reader: bool = False
-    ) -> Ticket | None:
+        self, job: Callable[[], None], group: ShardedGroup, watched: Iterable[Tensor], *, is_reader: bool = False
+    ) -> None:
         """Run ``job`` after steps of ``group``, in their thread; using ``watched`` tensors waits for it.
 
         The next forward does not wait for one that ``is_reader`` of whole shards (before torch 2.13: it waits).
         """
-        if self._worker is None or (group is not None and group.landing is None):
+        if self._worker is None or group.landing is None:
             job()
-            return None
+            return
         ticket = self._worker.submit(job)
-        if group is not None:
-            is_reader = is_reader and calls_derived_dispatch and not any(flat.is_split for flat in group.flat_shards)
-            self._submitted.append((is_reader, group, ticket))
-            group.steps.begin(ticket, watched, is_reader=is_reader)
-        return ticket
+        is_reader = is_reader and calls_derived_dispatch and not any(flat.is_split for flat in group.flat_shards)
+        self._submitted.append((is_reader, group, ticket))
+        group.steps.begin(ticket, watched, is_reader=is_reader)
 
     def _compute(self, compute: Callable[[], Any]) -> Any:
         """Run a function in the threads of the steps, and wait."""
