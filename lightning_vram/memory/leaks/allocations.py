@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from lightning_vram.memory.storages import ByStorage, iterate_storages
 from lightning_vram.memory.tracking.ledger import Ledger, follow_modules
-from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber, Results, results_of
-from lightning_vram.private_names.torch import num_nodes, storage_key, tensors_in
+from lightning_vram.memory.tracking.operator_listener import StorageSubscriber
+from lightning_vram.private_names.torch import num_nodes, storage_key
 
 _LIBRARIES = sys.stdlib_module_names | {
     *("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_vram")
@@ -32,28 +32,6 @@ class Site:
     def __str__(self) -> str:
         """``net.0, model.py:42 in training_step``."""
         return ", ".join(filter(None, [self.module, self.line])) or "place unknown"
-
-
-class AllocationTracker:
-    """The storages that one step allocated, by weak references."""
-
-    def __init__(self) -> None:
-        self._sites: ByStorage[Site] = ByStorage()
-        self.nodes = range(0)  # of the graph, by number
-
-    def add(self, storage: torch.UntypedStorage, site: Site) -> None:
-        """Note a storage, unless it is known."""
-        if self._sites.find_storage(storage) is None:
-            self._sites.note_storage(storage, site)
-
-    def alive(self) -> dict[int, tuple[int, Site]]:
-        """Return bytes and site of those that are alive, by the key of the storage."""
-        return {storage_key(storage): (int(storage.nbytes()), site) for storage, site in self._sites.items()}
-
-    def forget(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Take storages out."""
-        for storage in storages:
-            self._sites.drop_storage(storage)
 
 
 def storages_of(tensors: Any) -> Iterator[torch.UntypedStorage]:
@@ -81,18 +59,20 @@ def line_of_user(outer: set[FrameType]) -> str:
     return ""
 
 
-class StepWatch(OperatorSubscriber):
-    """From before one step to before the next: :meth:`finish` ends it. Followed steps run uncompiled."""
+class StepWatch(StorageSubscriber):
+    """Storages made from before one step to before the next: :meth:`finish` ends it. Followed steps run uncompiled."""
 
     takes_apart = True
+    known: ByStorage[Site]
 
     def __init__(self, module: nn.Module, *, follows_operators: bool) -> None:
+        super().__init__(ByStorage())
+        self.nodes = range(0)  # of the graph of the step, by number
+        self.is_finished = False
         self._module = module
         self._follows_operators = follows_operators
         self._old_keys = {storage_key(storage) for storage in _visible_storages()}
         self._first_node = num_nodes()
-        self.births = AllocationTracker()
-        self.is_finished = False
         self._place = Ledger()  # of which only the name of the module is used
         self._outer: set[FrameType] = set()  # frames that were there before the step, and made nothing of it
 
@@ -111,21 +91,33 @@ class StepWatch(OperatorSubscriber):
             yield
 
     @override
-    def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
-        if results_of(func) is Results.NEW:
-            site = Site(self._place.module, line_of_user(self._outer))
-            for storage in storages_of(tensors_in(result)):
-                self.births.add(storage, site)
+    def on_storage(self, func: Any, storage: torch.UntypedStorage, device: torch.device) -> None:
+        if storage.device.type != "meta":
+            self.known.note_storage(storage, Site(self._place.module, self._line_of_user()))
+
+    def _line_of_user(self) -> str:
+        """Return the innermost line of the user's code that runs now; empty if it is none inside of the step."""
+        for frame in _frames(sys._getframe(1)):
+            if frame in self._outer:
+                return ""
+            if not frame.f_code.co_filename.startswith("<"):
+                return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        return ""
 
     def finish(self, held: Callable[[], Iterable[Tensor]]) -> None:
         """End with the step; ``held`` returns what may be new and stay: parameters, gradients, optimizer states."""
-        self.births.nodes = range(self._first_node, num_nodes())
+        self.nodes = range(self._first_node, num_nodes())
         for storage in _visible_storages():
-            if storage_key(storage) not in self._old_keys:
-                self.births.add(storage, Site())
-        self.births.forget(storages_of(held()))
+            if storage_key(storage) not in self._old_keys and self.known.find_storage(storage) is None:
+                self.known.note_storage(storage, Site())
+        for storage in storages_of(held()):
+            self.known.drop_storage(storage)
         self._old_keys.clear()
         self.is_finished = True
+
+    def alive(self) -> dict[int, tuple[int, Site]]:
+        """Return bytes and site of the storages that are alive, by their key."""
+        return {storage_key(storage): (int(storage.nbytes()), site) for storage, site in self.known.items()}
 
 
 def live_tensors() -> list[Tensor]:

@@ -81,19 +81,7 @@ class Ledger:
         self.backward_starts: list[int] = []  # indices into them
         self.live_bytes: Counter[str] = Counter()  # by device
         self._streams: dict[tuple[torch.device, int], int] = {}
-        self._open: ByStorage[int] = ByStorage(self._free)  # numbers of entries; closed ones stay as events
-
-    def add(self, tensor: Tensor, op: str) -> None:
-        """Note what an operator returned: a new storage is born, a known one may have changed its size."""
-        for storage, device in iterate_storages(tensor):
-            self.add_storage(storage, device, op)
-
-    def add_storage(self, storage: torch.UntypedStorage, device: torch.device, op: str) -> None:
-        """Note the present size of a storage, which is born now if it is unknown."""
-        if self._open.find_storage(storage) is not None:
-            self.update_storage(storage)
-        else:
-            self._allocation(storage, device, op, self.module)
+        self.known: ByStorage[int] = ByStorage(self._free)  # numbers of entries; closed ones stay as events
 
     def update(self, tensor: Tensor) -> None:
         """Note the present size of what is known of ``tensor``."""
@@ -102,22 +90,30 @@ class Ledger:
 
     def update_storage(self, storage: torch.UntypedStorage) -> None:
         """Note the present size of a known storage; unknown ones are left alone."""
-        number = self._open.find_storage(storage)
+        number = self.known.find_storage(storage)
         if number is not None:
             self._change(number, int(storage.nbytes()) - self._entries[number].num_bytes)
+
+    def allocate(self, storage: torch.UntypedStorage, device: torch.device, op: str, module: str) -> int:
+        """Note the birth of a storage, and return its number."""
+        number = self._enter(device, op, module)
+        self._entries[number].category = Category.GRADIENTS if self.is_in_reducer else None
+        self._change(number, int(storage.nbytes()))
+        self.known.note_storage(storage, number)  # an empty one too: it may grow
+        return number
 
     def label(self, tensor: Tensor, category: Category, module: str) -> None:
         """Say what the storages of ``tensor`` are for; the first word counts. Unknown ones were held before."""
         for storage, device in iterate_storages(tensor):
-            number = self._open.find_storage(storage)
-            entry = self._entries[self._allocation(storage, device, HELD, module) if number is None else number]
+            number = self.known.find_storage(storage)
+            entry = self._entries[self.allocate(storage, device, HELD, module) if number is None else number]
             if entry.category is None:
                 entry.category, entry.module = category, module
 
     def note_pinned(self, tensor: Tensor) -> None:
         """Note that a known host tensor is page-locked."""
         for storage, _ in iterate_storages(tensor):
-            number = self._open.find_storage(storage)
+            number = self.known.find_storage(storage)
             if number is not None:
                 self._entries[number].is_pinned = True
 
@@ -131,7 +127,7 @@ class Ledger:
 
     def label_activations(self) -> None:
         """Say that what was made for a backward and is alive now is kept for it."""
-        for number in self._open.values():
+        for number in self.known.values():
             entry = self._entries[number]
             if entry.category is None and entry.born.is_building_graph:
                 entry.category = Category.ACTIVATIONS
@@ -142,8 +138,8 @@ class Ledger:
 
     def close(self) -> None:
         """Stop noting deaths."""
-        self._open.clear()
-        self._open = ByStorage()  # the other one knows this ledger: a cycle
+        self.known.clear()
+        self.known = ByStorage()  # the other one knows this ledger: a cycle
 
     def timeline(self, device: str | None) -> MemoryTimeline:
         """Freeze what is written so far; ``None`` sums over the first device that is not the host, or the host."""
@@ -154,13 +150,6 @@ class Ledger:
             backward_starts=tuple(self.backward_starts),
             device=device or next(iter(devices), HOST),
         )
-
-    def _allocation(self, storage: torch.UntypedStorage, device: torch.device, op: str, module: str) -> int:
-        number = self._enter(device, op, module)
-        self._entries[number].category = Category.GRADIENTS if self.is_in_reducer else None
-        self._change(number, int(storage.nbytes()))
-        self._open.note_storage(storage, number)  # an empty one too: it may grow
-        return number
 
     def _free(self, number: int) -> None:
         self._change(number, -self._entries[number].num_bytes)
@@ -244,8 +233,8 @@ def _resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
     was_empty = storage.nbytes() == 0
     result = super(torch.UntypedStorage, storage).resize_(size)
     for ledger in _resizing:
-        if was_empty:
-            ledger.add_storage(storage, storage.device, "resize_")
+        if was_empty and ledger.known.find_storage(storage) is None:
+            ledger.allocate(storage, storage.device, "resize_", ledger.module)
         else:
             ledger.update_storage(storage)
     return result

@@ -33,9 +33,9 @@ from lightning_vram.memory.tracking.ledger import (
     label_all,
     optimizer_tensors,
 )
-from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber, Results, results_of
+from lightning_vram.memory.tracking.operator_listener import Results, StorageSubscriber, results_of
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
-from lightning_vram.private_names.dispatcher import FakeTensor, detect_fake_mode
+from lightning_vram.private_names.dispatcher import detect_fake_mode
 from lightning_vram.private_names.torch import current_graph_task_id, tensors_in
 
 
@@ -77,16 +77,17 @@ def track_memory(
     return MemoryTracker(module, tuple(optimizers), inputs)
 
 
-class MemoryTracker(OperatorSubscriber):
+class MemoryTracker(StorageSubscriber):
     """A running or finished measurement: see :func:`track_memory`."""
 
     takes_apart = True
 
     def __init__(self, module: nn.Module | None, optimizers: tuple[Optimizer, ...], inputs: Any) -> None:
+        self.ledger = Ledger()
+        super().__init__(self.ledger.known)
         self._module = module
         self._optimizers = list(optimizers)
         self._inputs = inputs
-        self.ledger = Ledger()
         self._step_depth = 0
         self._exit = ExitStack()
         self._is_fresh = True
@@ -146,13 +147,16 @@ class MemoryTracker(OperatorSubscriber):
 
     @override
     def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
-        results = results_of(func)
-        for tensor in tensors_in(result) if results in (Results.NEW, Results.CHANGED) else ():
-            if results is Results.CHANGED:
+        super().after(func, args, kwargs, result)
+        if results_of(func) is Results.CHANGED:
+            for tensor in tensors_in(result):
                 self.ledger.update(tensor)
-            # DTensor works shapes out on fake tensors of its own, once per operator.
-            elif self._is_fake or not isinstance(tensor, FakeTensor):
-                self.ledger.add(tensor, str(func))
+
+    @override
+    def on_storage(self, func: Any, storage: torch.UntypedStorage, device: torch.device) -> None:
+        # DTensor works shapes out on fake tensors of its own, once per operator.
+        if self._is_fake or storage.device.type != "meta" or device.type == "meta":
+            self.ledger.allocate(storage, device, str(func), self.ledger.module)
 
     def _observe(self) -> None:
         """Find out which phase the next operator belongs to, and what a change of phase tells."""
