@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_vram.argument_checks import check_kind
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, refuse_moved_parameters
 from lightning_vram.core.host.memory import OffloadError, hidden_from_modes
 from lightning_vram.core.layers import Layer
@@ -31,11 +32,10 @@ _USUAL_BUS, _USUAL_BANDWIDTH = 25e9, 1e12  # bytes per second
 _FORWARD_SHARE = 0.25  # of a step that ends with its backward, every layer of it recomputed
 
 
-def check_remedies(remedies: object, offload_bytes: object, budget: object) -> int | Literal["auto"] | None:
+def check_remedies(remedies: Sequence[str], offload_bytes: object, budget: object) -> int | Literal["auto"] | None:
     """Return the most bytes to offload; ``None`` if offload is off."""
     name = "ActivationCheckpointing(remedies)"
-    if isinstance(remedies, str) or not isinstance(remedies, list | tuple):
-        raise TypeError(f"{name} must be a list or tuple of names, got {remedies!r} of type {type(remedies).__name__}.")
+    check_kind(name, remedies, list | tuple, "a list or tuple of names")
     if tuple(remedies) not in _REMEDIES:
         raise ValueError(f"{name} must be ('recompute',) or ('recompute', 'offload'), got {remedies!r}.")
     num_bytes: int | Literal["auto"] = "auto"
@@ -144,12 +144,7 @@ def are_compiled(model: pl.LightningModule, layers: Sequence[Layer]) -> bool:
 class CompiledLayersBudget:
     """Meets a budget in the first steps of a fit, until :meth:`remove`."""
 
-    def __init__(self, trainer: pl.Trainer, budget: str, budget_bytes: int, *, offloads: bool) -> None:
-        if offloads:
-            raise MisconfigurationException(
-                "ActivationCheckpointing(remedies=('recompute', 'offload')) does not work with compiled layers, where "
-                "the compiler chooses what to save. Leave out 'offload' or torch.compile."
-            )
+    def __init__(self, trainer: pl.Trainer, budget: str, budget_bytes: int) -> None:
         self._title = f"ActivationCheckpointing(budget={budget})"
         self._budget_bytes = budget_bytes
         self._technique = CompiledBudget(trainer.lightning_module, budget_bytes)
@@ -179,15 +174,11 @@ class CompiledLayersBudget:
         )
         if search.is_close:
             return
-        above, more = search.next_above, "no larger share was tried."
-        if above is not None:
-            more = (
-                f"a share of {above:.3f} saves {format_bytes(saved[above])}. The compiler saves whole tensors or "
-                "groups of them: models with more layers come closer to a budget."
-            )
+        above = search.next_above or 1.0  # the search ends above a share only if the next one does not fit
         rank_zero_warn(
             f"{self._title} is missed by more than 3 %: a share of {best:.3f} saves {format_bytes(saved[best])} and is "
-            f"used; {more}"
+            f"used; a share of {above:.3f} saves {format_bytes(saved[above])}. The compiler saves whole tensors or "
+            "groups of them: models with more layers come closer to a budget."
         )
 
     def remove(self) -> None:

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool, check_positive_int
+from lightning_vram.argument_checks import check_bool, check_choice, check_number, check_positive_int
 from lightning_vram.callbacks.activation_checkpointing.budget import (
     MIN_OFFLOAD_BYTES,
     BudgetOffload,
@@ -25,9 +25,9 @@ from lightning_vram.callbacks.activation_checkpointing.budget import (
 )
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique
 from lightning_vram.core.layers import LayerSelection, check_layers
-from lightning_vram.memory.storages import iterate_tensors
 from lightning_vram.memory.units import format_bytes, parse_limit
 from lightning_vram.private_names.dispatcher import is_compiled
+from lightning_vram.private_names.torch import tensors_in
 from lightning_vram.techniques.activation_checkpointing import (
     BudgetedCheckpointing,
     CheckpointingHandle,
@@ -37,22 +37,6 @@ from lightning_vram.techniques.activation_checkpointing import (
     parse_save,
     share_largest,
 )
-
-
-def check_segments(segments: object) -> None:
-    """Refuse other values than ``None``, ``"sqrt"`` and integers from 2."""
-    if segments is None or segments == "sqrt":
-        return
-    if not isinstance(segments, int) or isinstance(segments, bool):
-        raise TypeError(
-            f"ActivationCheckpointing(segments) must be an int, 'sqrt' or None, "
-            f"got {segments!r} of type {type(segments).__name__}."
-        )
-    if segments < 2:
-        raise ValueError(
-            f"ActivationCheckpointing(segments) must be at least 2, got {segments}: one segment recomputes the whole "
-            "body at once and saves nothing. 'sqrt' needs the least memory."
-        )
 
 
 class ActivationCheckpointing(FitTechnique):
@@ -123,13 +107,10 @@ class ActivationCheckpointing(FitTechnique):
     ) -> None:
         check_layers("ActivationCheckpointing(layers)", layers)
         check_positive_int("ActivationCheckpointing(every_n_layers)", every_n_layers)
-        check_segments(segments)
+        if segments not in (None, "sqrt"):
+            check_number("ActivationCheckpointing(segments)", segments, int, "an int, 'sqrt' or None", at_least=2)
         check_bool("ActivationCheckpointing(skip_last)", skip_last)
-        if determinism_check not in ("outputs", "operators", "none"):
-            raise ValueError(
-                "ActivationCheckpointing(determinism_check) must be one of 'outputs', 'operators', 'none', "
-                f"got {determinism_check!r}."
-            )
+        check_choice("ActivationCheckpointing(determinism_check)", determinism_check, ("outputs", "operators", "none"))
         if segments is not None and every_n_layers > 1:
             raise ValueError(
                 "ActivationCheckpointing(segments) checkpoints whole bodies and excludes every_n_layers, "
@@ -164,9 +145,8 @@ class ActivationCheckpointing(FitTechnique):
     ) -> None:
         if self._offload is not None:
             self._offload.keep_in_place(batch)
-        is_planned = self._planned_bytes >= 0
-        if self._budgeted is None or (is_planned and trainer.world_size > 1):  # ranks must recompute the same layers
-            return
+        if self._budgeted is None or (self._planned_bytes >= 0 and trainer.world_size > 1):
+            return  # ranks must recompute the same layers: several keep the plan that they have made together
         if self._budgeted.is_outgrown or _count_bytes(batch) > self._planned_bytes:
             self._batch = batch
 
@@ -221,9 +201,12 @@ class ActivationCheckpointing(FitTechnique):
         if is_compiled(pl_module):
             if are_compiled(pl_module, self._handle.selection.layers):
                 self._handle.remove()  # the compiler recomputes
-                self._compiled = CompiledLayersBudget(
-                    trainer, str(self.budget), self._budget_bytes, offloads=self._offload_bytes is not None
-                )
+                if self._offload_bytes is not None:
+                    raise MisconfigurationException(
+                        "ActivationCheckpointing(remedies=('recompute', 'offload')) does not work with compiled "
+                        "layers, where the compiler chooses what to save. Leave out 'offload' or torch.compile."
+                    )
+                self._compiled = CompiledLayersBudget(trainer, str(self.budget), self._budget_bytes)
                 return
             self._handle.leave_to_compiler()  # what else is compiled
         if self._offload_bytes is not None:
@@ -295,7 +278,7 @@ class ActivationCheckpointing(FitTechnique):
 
 
 def _count_bytes(batch: object) -> int:
-    return sum(tensor.nbytes for tensor in iterate_tensors(batch))
+    return sum(tensor.nbytes for tensor in tensors_in(batch))
 
 
 def _describe(selection: LayerSelection) -> str:

@@ -95,26 +95,6 @@ class _Round:
         )
 
 
-Shapes = tuple[tuple[int, ...], ...]
-"""Of each tensor among the arguments of a call: bytes of an element, and sizes."""
-
-
-def shapes_of(leaves: Sequence[Any]) -> Shapes:
-    """Return how large the tensors among arguments are."""
-    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-    return tuple(  # of nested tensors the values: lengths of many rows do not compare
-        (one.dtype.itemsize, *(one.values().shape if one.layout is torch.jagged else one.shape)) for one in tensors
-    )
-
-
-def covers(one: Shapes, other: Shapes) -> bool:
-    """Whether no tensor of ``other`` is larger in any way."""
-    return len(one) == len(other) and all(
-        len(large) == len(small) and all(a >= b for a, b in zip(large, small, strict=True))
-        for large, small in zip(one, other, strict=True)
-    )
-
-
 class StepObserver(StorageSubscriber):
     """Observes a real step (or one on fake tensors) in which every layer is checkpointed: what each saves and costs."""
 
@@ -124,8 +104,6 @@ class StepObserver(StorageSubscriber):
         self._births: list[tuple[int | None, int]] = []  # of each number: the call it was made in, and the round
         self._small: set[int] = set()  # storages of which a smaller part was saved
         self._costly = SavePolicy("matmuls")
-        self.shapes: dict[str, set[Shapes]] = {}
-        """What calls got, by layer."""
         self._rounds = [_Round()]
         self._call: _Call | None = None
         self._is_inside = False
@@ -157,7 +135,6 @@ class StepObserver(StorageSubscriber):
         calls, outer = self._rounds[-1].calls, self._call
         self._call = _Call(layer, len(calls))
         calls.append(self._call)
-        self.shapes.setdefault(layer, set()).add(shapes_of(leaves))
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
         for number, num_bytes in chain.from_iterable(self._number(tensor).items() for tensor in tensors):
             self._add_to_base(number, num_bytes, self._call.position)

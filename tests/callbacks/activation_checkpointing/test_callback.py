@@ -146,7 +146,7 @@ def test_two_on_the_same_layers_are_refused_and_both_undone(make_trainer):
         ),
         ({"save": []}, ValueError, r"^ActivationCheckpointing\(save\): the list of operators is empty\. Use 'inputs'"),
         ({"save": 3}, TypeError, r"^ActivationCheckpointing\(save\) must be 'inputs', .*, got 3 of type int\.$"),
-        ({"segments": 1}, ValueError, r"^ActivationCheckpointing\(segments\) must be at least 2, got 1: one segment"),
+        ({"segments": 1}, ValueError, r"^ActivationCheckpointing\(segments\) must be at least 2, got 1\.$"),
         ({"segments": "all"}, TypeError, r"^ActivationCheckpointing\(segments\) must be an int, 'sqrt' or None"),
         ({"segments": True}, TypeError, r"^ActivationCheckpointing\(segments\) must be an int, 'sqrt' or None"),
         ({"segments": 2, "every_n_layers": 2}, ValueError, r"excludes every_n_layers, got segments=2 and every_n_l"),
@@ -178,7 +178,7 @@ def test_two_on_the_same_layers_are_refused_and_both_undone(make_trainer):
         (
             {"determinism_check": "yes"},
             ValueError,
-            r"^ActivationCheckpointing\(determinism_check\) must be one of 'out",
+            r"^ActivationCheckpointing\(determinism_check\) must be 'outputs', 'operators' or 'none', got 'yes'",
         ),
     ],
 )
@@ -390,7 +390,7 @@ class Decisions(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         mine = [
-            vars(layer)[_STATE].recomputing[None].save is None if vars(layer)[_STATE].recomputing else "plain"
+            "plain" if (how := vars(layer)[_STATE].parts[None].recomputing) is None else how.save is None
             for layer in pl_module.net.blocks
         ]
         everybodys = [None] * trainer.world_size

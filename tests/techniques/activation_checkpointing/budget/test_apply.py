@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from lightning_vram import track_memory
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.tracking.timeline import Category
-from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing
-from lightning_vram.techniques.activation_checkpointing.budget_plan import CheckpointPlan
-from lightning_vram.techniques.activation_checkpointing.budget_solver import BudgetError
+from lightning_vram.techniques.activation_checkpointing.apply import (
+    BudgetedCheckpointing,
+    apply_activation_checkpointing,
+)
+from lightning_vram.techniques.activation_checkpointing.budget_plan import BudgetError, CheckpointPlan
 
 SCALARS = 8192  # what a plan adds for the loss and the like
 

@@ -10,8 +10,8 @@ from lightning_vram.techniques.activation_checkpointing.budget_plan import (
     OperatorProfile,
     StepProfile,
     format_table,
+    solve,
 )
-from lightning_vram.techniques.activation_checkpointing.budget_solver import solve
 
 MIB = 2**20
 PRODUCT = OperatorProfile("aten.mm", 3 * MIB, True, 6.0)
