@@ -32,8 +32,8 @@ from lightning_vram.memory.estimate.known_values import MOST_INTEGERS
 from lightning_vram.memory.estimate.result import MemoryEstimate, StageEstimate
 from lightning_vram.memory.estimate.workspaces import Workspaces, workspaces_of
 from lightning_vram.memory.host import available_host_bytes
-from lightning_vram.memory.tracking.ledger import SCRATCH
 from lightning_vram.memory.tracking.timeline import MemoryEvent, MemoryTimeline
+from lightning_vram.memory.tracking.tracker import SCRATCH
 from lightning_vram.private_names.dispatcher import UNKNOWN_VALUES, OptimizedModule
 
 

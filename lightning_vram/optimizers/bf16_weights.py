@@ -37,7 +37,7 @@ from torch.optim import Adagrad, Optimizer
 from lightning_vram.core.tensors.codecs import rounded_by_place, seed_of
 from lightning_vram.core.tensors.properties import flat_as_stored, is_dense, is_strided, stored_like
 from lightning_vram.memory.storages import storage_address
-from lightning_vram.memory.tracking.ledger import forget_optimizer_tensors, register_optimizer_tensors
+from lightning_vram.memory.tracking.tracker import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.bf16_chunks import WeightChunk, list_rests, make_chunks, upcast_flat, views_like
 from lightning_vram.optimizers.moment_forms import HeldStates, Seed, UpdateCheck
 from lightning_vram.optimizers.step_round import (

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_vram.memory.device.accelerators import has_statistics
-from lightning_vram.memory.leaks.allocations import Site, StepWatch
-from lightning_vram.memory.leaks.holders import Holder, find_holders, keeps_graph
+from lightning_vram.memory.leaks.holders import Holder, Site, StepWatch, find_holders, keeps_graph
 from lightning_vram.memory.units import MIB, format_bytes
 
 _FREE_SECONDS = 1.0  # for tests, and short runs

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate
-from lightning_vram.memory.tracking.ledger import HELD
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
+from lightning_vram.memory.tracking.tracker import HELD
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.drawing import NO_LIMIT, Scale, choose_scale
 from lightning_vram.report.tables import label

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ from lightning_vram.core.patching import Swaps
 from lightning_vram.core.ranks import gather_objects
 from lightning_vram.core.rollback import iterate_floating_buffers
 from lightning_vram.private_names.dispatcher import is_left_to_python
-from lightning_vram.private_names.torch import tensors_in
 from lightning_vram.techniques.activation_checkpointing.budget_observer import StepObserver
 from lightning_vram.techniques.activation_checkpointing.budget_plan import (
     NOTHING,
@@ -55,14 +53,11 @@ from lightning_vram.techniques.activation_checkpointing.recomputed_call import (
     drop_empty_caches,
 )
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
-from lightning_vram.techniques.activation_checkpointing.saved_arguments import Arguments
 
 _STATE = "_activation_checkpointing"
 _TRANSFORMERS_SWITCH = "gradient_checkpointing"  # what gradient_checkpointing_enable() sets
 
 _Span = tuple[int, int]
-Guard = Callable[[Recomputing | None, Arguments], Recomputing | None]
-"""Gets how a layer is recomputed (``None``: it is plain) and the arguments of a call; returns how this call is."""
 
 
 @dataclass
@@ -70,11 +65,7 @@ class _Part:
     """A module that is checkpointed, or a run of children of a Sequential."""
 
     recomputing: Recomputing | None  # how; ``None``: it runs plain
-    guard: Guard | None = None  # who may decide otherwise for a call
     observation: Observation = field(default_factory=Observation)  # what was learned about it
-
-    def choose(self, arguments: Arguments) -> Recomputing | None:
-        return self.recomputing if self.guard is None else self.guard(self.recomputing, arguments)
 
 
 @dataclass
@@ -93,12 +84,11 @@ class CheckpointingHandle(Swaps):
         self.selection = selection
         self._disabled: list[nn.Module] = []
 
-    def change(self, layer: Layer, recomputing: Recomputing | None, guard: Guard | None = None) -> None:
-        """Recompute ``layer`` as given from its next call on (``None``: plain), unless ``guard`` decides otherwise."""
+    def change(self, layer: Layer, recomputing: Recomputing | None) -> None:
+        """Recompute ``layer`` as given from its next call on (``None``: plain)."""
         state: _State | None = vars(layer.module).get(_STATE)
         if state is not None:
-            part = state.parts[layer.span]
-            part.recomputing, part.guard = recomputing, guard
+            state.parts[layer.span].recomputing = recomputing
 
     def num_saved_results(self) -> int | None:
         """Results of operators that layers kept in their last calls; ``None`` if no call was seen yet."""
@@ -184,15 +174,14 @@ def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *arg
         return original(*args, **kwargs)
     if torch.compiler.is_compiling():
         return original(*args, **kwargs) if is_transformed() else _run_compiled(state, module, original, args, kwargs)
-    if None not in state.parts:
-        return original(*args, **kwargs) if is_transformed() else _run_spans(module, state, *args, **kwargs)  # type: ignore[arg-type]
-    part = state.parts[None]
-    recomputing = part.choose((args, kwargs))
-    if recomputing is None or is_transformed():
+    if all(part.recomputing is None for part in state.parts.values()) or is_transformed():
         return original(*args, **kwargs)
-    return call_recomputed(
-        (module,), original, drop_empty_caches(module, (args, kwargs)), part.observation, recomputing
-    )
+    if None not in state.parts:
+        return _run_spans(module, state, *args, **kwargs)  # type: ignore[arg-type]
+    part = state.parts[None]
+    assert part.recomputing is not None
+    arguments = drop_empty_caches(module, (args, kwargs))
+    return call_recomputed((module,), original, arguments, part.observation, part.recomputing)
 
 
 def _run_compiled(
@@ -220,12 +209,11 @@ def _run_spans(body: nn.Sequential, state: _State, /, input: Any) -> Any:
     """Run a Sequential as its own forward would, each span as one checkpointed layer."""
     value = input
     for run, part in _iterate_runs(body, state.parts):
-        recomputing = part.choose(((value,), {})) if part is not None else None
-        if part is None or recomputing is None:
+        if part is None or part.recomputing is None:
             value = _run_in_order(run, value)
         else:
             whole = partial(_run_in_order, run)
-            value = call_recomputed(run, whole, ((value,), {}), part.observation, recomputing)
+            value = call_recomputed(run, whole, ((value,), {}), part.observation, part.recomputing)
     return value
 
 
@@ -277,22 +265,6 @@ def _family(model: nn.Module, module: nn.Module) -> set[nn.Module]:
 
 
 _MAX_PROFILES = 8
-_MAX_TRIES = 8
-_Shapes = tuple[tuple[int, ...], ...]  # of each tensor among the arguments of a call: bytes of an element, and sizes
-
-
-def _shapes_of(arguments: Arguments) -> _Shapes:
-    return tuple(  # of nested tensors the values: lengths of many rows do not compare
-        (one.dtype.itemsize, *(one.values().shape if one.layout is torch.jagged else one.shape))
-        for one in tensors_in(arguments)
-    )
-
-
-def _covers(one: _Shapes, other: _Shapes) -> bool:
-    """Whether no tensor of ``other`` is larger in any way."""
-    return [len(sizes) for sizes in one] == [len(sizes) for sizes in other] and all(
-        a >= b for a, b in zip(chain(*one), chain(*other), strict=True)
-    )
 
 
 class BudgetedCheckpointing:
@@ -318,34 +290,17 @@ class BudgetedCheckpointing:
         self._handle = handle  # its layers, all of them checkpointed; the caller removes it
         self._check: DeterminismCheck = determinism_check
         self._min_offload_bytes = min_offload_bytes
-        self._shapes: dict[str, set[_Shapes]] = {}  # that calls got in observed steps, by layer
-        self._missing: tuple[str, _Shapes] | None = None  # what a layer got that is larger than in any observed step
-        self._num_tries = 0  # to observe a step with such inputs
-
-    @property
-    def is_outgrown(self) -> bool:
-        """Whether inputs have outgrown the plan: all layers run checkpointed, and the next step should be observed."""
-        return self._missing is not None
 
     @contextmanager
     def observing(self, inputs: Any = None) -> Iterator[None]:
         """Run one training step inside, with every layer checkpointed; :meth:`plan` works from what it was."""
         observer = StepObserver(self._model, inputs, self._min_offload_bytes)
-        seen: dict[str, set[_Shapes]] = {}
-
-        def note(name: str, recomputing: Recomputing | None, arguments: Arguments) -> Recomputing | None:
-            seen.setdefault(name, set()).add(_shapes_of(arguments))
-            return recomputing
-
         for layer in self._handle.selection.layers:
-            watched = replace(self._full(layer), watch=observer.watch(layer.name))
-            self._handle.change(layer, watched, partial(note, layer.name))
+            self._handle.change(layer, replace(self._full(layer), watch=observer.watch(layer.name)))
         try:
             with observer.observing():
                 yield
             self.profiles += observer.profiles()
-            for name, shapes in seen.items():
-                self._shapes.setdefault(name, set()).update(shapes)
         finally:
             for layer in self._handle.selection.layers:
                 self._handle.change(layer, self._full(layer))
@@ -367,32 +322,12 @@ class BudgetedCheckpointing:
             return plan
         return plan_nothing(largest, self.budget_bytes, offload_bytes)
 
-    def apply(self, decisions: Decisions, *, is_guarded: bool = True) -> None:
-        """Apply decisions from the next call of each layer on; layers without a decision stay checkpointed.
-
-        Where inputs outgrow the plan, guarded layers run checkpointed: not if ranks must recompute the same layers.
-        """
-        self._num_tries += 1
-        if self._missing is not None and (self._is_known(*self._missing) or self._num_tries > _MAX_TRIES):
-            self._missing = None  # observed by now, or too rare to wait for
+    def apply(self, decisions: Decisions) -> None:
+        """Apply decisions from the next call of each layer on; layers without a decision stay checkpointed."""
         for layer in self._handle.selection.layers:
             full, decision = self._full(layer), decisions.get(layer.name, NOTHING)
-            guard = partial(self._guard, layer.name, full) if is_guarded and layer.name in decisions else None
             decided = replace(full, save=SavePolicy("matmuls", numbers=decision)) if decision else full
-            self._handle.change(layer, None if decision is None else decided, guard)
-
-    def _guard(
-        self, name: str, full: Recomputing, decided: Recomputing | None, arguments: Arguments
-    ) -> Recomputing | None:
-        if self._missing is None:
-            shapes = _shapes_of(arguments)
-            if not self._is_known(name, shapes):
-                self._missing, self._num_tries = (name, shapes), 0
-        return full if self.is_outgrown else decided
-
-    def _is_known(self, name: str, shapes: _Shapes) -> bool:
-        known = self._shapes[name]
-        return shapes in known or any(_covers(other, shapes) for other in known)
+            self._handle.change(layer, None if decision is None else decided)
 
     def _full(self, layer: Layer) -> Recomputing:
         return Recomputing(layer.title, None, self._check)

@@ -141,12 +141,11 @@ def find_peak(step: StepProfile, decisions: Decisions, offloaded_bytes: int = 0)
     return max(peaks)
 
 
-_NAME_WIDTH, _SAVED_WIDTH = 29, 24
 _HEADINGS = ("layers", "saved for backward", "each layer", "recomputed")
 
 
 def format_table(step: StepProfile, plan: CheckpointPlan, budget_bytes: int) -> str:
-    """Write the plan as text of at most 80 columns; one sentence where the budget changes nothing.
+    """Write the plan as text; one sentence where the budget changes nothing.
 
     Neighbours with equal cells share a line. Recomputation is a share of the layer's forward.
     """
@@ -176,22 +175,9 @@ def format_table(step: StepProfile, plan: CheckpointPlan, budget_bytes: int) -> 
 def _rows(step: StepProfile, decisions: Decisions) -> Iterator[tuple[str, str, str, str]]:
     entries = [(name, _cells(calls, decisions[name])) for name, calls in step.layers().items()]
     for cells, run in groupby(entries, key=itemgetter(1)):
-        yield _name_run([name for name, _ in run]), *cells
-
-
-def _name_run(names: list[str]) -> str:
-    """Name the first and the last of some layers; of long names the end, which tells layers apart."""
-    if len(names) == 1:
-        return _shorten(names[0], _NAME_WIDTH)
-    first, last, count = names[0], names[-1], f" ({len(names)})"
-    own = last.rpartition(".")[2] if first.rpartition(".")[0] == last.rpartition(".")[0] else last
-    whole = f"{first} ... {own}{count}"
-    each = (_NAME_WIDTH - len(count) - len(" ... ")) // 2
-    return whole if len(whole) <= _NAME_WIDTH else f"{_shorten(first, each)} ... {_shorten(last, each)}{count}"
-
-
-def _shorten(name: str, width: int) -> str:
-    return name if len(name) <= width else ".." + name[2 - width :]
+        first, *others = [name for name, _ in run]
+        last = others[-1].removeprefix(first.rpartition(".")[0] + ".") if others else ""
+        yield f"{first} ... {last} ({1 + len(others)})" if others else first, *cells
 
 
 def _cells(calls: list[CallProfile], decision: Decision) -> tuple[str, str, str]:
@@ -203,10 +189,7 @@ def _cells(calls: list[CallProfile], decision: Decision) -> tuple[str, str, str]
     again = _format_share(cost / whole) if cost else "nothing"
     names = Counter(op.name.removeprefix("aten.") for c in calls for i, op in enumerate(c.operators) if i in decision)
     listed = ", ".join((f"{count} x " if count > 1 else "") + name for name, count in sorted(names.items()))
-    saved = f"outputs of {listed}" if listed else "inputs only"
-    if len(saved) > _SAVED_WIDTH:
-        saved = f"{sum(names.values())} intermediate output{'s' * (sum(names.values()) > 1)}"
-    return saved, size, again
+    return f"outputs of {listed}" if listed else "inputs only", size, again
 
 
 def _format_share(share: float) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_vram import ActivationCheckpointing, SavePolicy
+from lightning_vram.callbacks.activation_checkpointing.callback import _sizes_of
 from lightning_vram.core.recomputed_saves import RecomputationError
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.techniques.activation_checkpointing.apply import _STATE, apply_activation_checkpointing
@@ -133,16 +134,10 @@ def test_two_on_the_same_layers_are_refused_and_both_undone(make_trainer):
             ValueError,
             r"^ActivationCheckpointing\(save\): .*'aten\.mn' is not an operator of",
         ),
-        ({"save": ["aten.view"]}, ValueError, r"^ActivationCheckpointing\(save\): .*'aten\.view' returns its input"),
         (
             {"save": ["matmuls"]},
             ValueError,
-            r"^ActivationCheckpointing\(save\): 'matmuls' is a family .* without a list",
-        ),
-        (
-            {"save": ["aten.matmul"]},
-            ValueError,
-            r"^ActivationCheckpointing\(save\): operator 'aten.matmul' is composed of",
+            r"^ActivationCheckpointing\(save\): operators='matmuls' is not an operator of torch\.ops",
         ),
         ({"save": []}, ValueError, r"^ActivationCheckpointing\(save\): the list of operators is empty\. Use 'inputs'"),
         ({"save": 3}, TypeError, r"^ActivationCheckpointing\(save\) must be 'inputs', .*, got 3 of type int\.$"),
@@ -443,6 +438,34 @@ def test_tells_the_plan_and_plans_anew_for_a_larger_batch(make_trainer, monkeypa
     assert said[0].endswith(" are within the budget of 1.00 MiB: nothing is recomputed.")
     assert said[1].startswith("ActivationCheckpointing(budget='1MiB') planned again, for a batch of 512 B: ")
     assert "576 B" in said[2]
+
+
+@pytest.mark.parametrize(
+    ("batch", "sizes"),
+    [
+        (torch.zeros(2, 8), [64, 2, 8]),
+        ([torch.zeros(3, 4), {"labels": torch.zeros(5, dtype=torch.int64), "name": "a"}], [88, 5, 4]),
+        (torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)], layout=torch.jagged), [80, 5, 4]),
+        ("text", [0]),
+    ],
+)
+def test_sizes_of_a_batch(batch, sizes):
+    assert _sizes_of(batch) == sizes
+
+
+def test_longer_sequences_of_as_many_bytes_are_planned_for_too(make_trainer, monkeypatch):
+    said = []
+    monkeypatch.setattr("lightning_vram.callbacks.activation_checkpointing.callback.rank_zero_info", said.append)
+
+    class Bucketed(LitTiny):
+        def train_dataloader(self):
+            tokens = [torch.zeros(shape, dtype=torch.long) for shape in ((4, 4), (2, 8), (4, 4), (2, 8), (1, 8))]
+            return DataLoader([(batch, batch) for batch in tokens], batch_size=None)
+
+    callback = ActivationCheckpointing(budget="1MiB")
+    make_trainer(callbacks=[callback], max_epochs=1, limit_val_batches=0).fit(Bucketed(TinyGPT()))
+    assert len(said) == 2
+    assert "planned again, for a batch of 256 B: " in said[1]
 
 
 def test_a_later_batch_that_cannot_fit_runs_checkpointed_with_a_warning(make_trainer):

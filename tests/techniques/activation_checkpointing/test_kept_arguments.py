@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_vram.core.recomputed_saves import RecomputationError
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
+from lightning_vram.techniques.activation_checkpointing.recomputed_call import SavedArguments
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
-from lightning_vram.techniques.activation_checkpointing.saved_arguments import SavedArguments
 
 
 class Graph:
