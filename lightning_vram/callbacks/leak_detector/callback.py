@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_positive_int
+from lightning_vram.argument_checks import check_choice, check_number, check_positive_int
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique
 from lightning_vram.core.patching import MethodPatch
 from lightning_vram.memory.device.accelerators import free_memory_of
@@ -57,7 +57,6 @@ def lasting_tensors(trainer: pl.Trainer) -> Iterator[Tensor]:
 
 _LEAST_PATIENCE = 5  # fewer steps grow by chance
 _BATCHES_IF_UNKNOWN = 10_000  # to the end of an epoch whose length no loader tells
-_ACTIONS = ("warn", "raise")
 _STEPS = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
 _EVALUATIONS = {"validation_step": "validate", "test_step": "test", "predict_step": "predict"}
 
@@ -112,11 +111,8 @@ class LeakDetector(FitTechnique):
         on_leak: Literal["warn", "raise"] = "warn",
         min_bytes_per_step: int | str = "4KiB",
     ) -> None:
-        check_positive_int("LeakDetector(patience)", patience)
-        if patience < _LEAST_PATIENCE:
-            raise ValueError(f"LeakDetector(patience) must be at least {_LEAST_PATIENCE}, got {patience}.")
-        if on_leak not in _ACTIONS:
-            raise ValueError(f"LeakDetector(on_leak) must be 'warn' or 'raise', got {on_leak!r}.")
+        check_number("LeakDetector(patience)", patience, int, "an int", at_least=_LEAST_PATIENCE)
+        check_choice("LeakDetector(on_leak)", on_leak, ("warn", "raise"))
         self.patience = patience
         self.on_leak = on_leak
         self.min_bytes_per_step = parse_bytes(min_bytes_per_step, "LeakDetector(min_bytes_per_step)")

@@ -1,4 +1,4 @@
-"""What keeps the storages of a step alive that has long ended."""
+"""Storages that were allocated in a watched step: where, which of them are alive later, and what keeps them."""
 
 import gc
 import sys

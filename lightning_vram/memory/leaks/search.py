@@ -7,7 +7,6 @@ one as well, or if memory would run out before.
 
 import ctypes
 import statistics
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,8 +21,6 @@ from lightning_vram.memory.device.accelerators import has_statistics
 from lightning_vram.memory.leaks.holders import Holder, Site, StepWatch, find_holders, keeps_graph
 from lightning_vram.memory.units import MIB, format_bytes
 
-_FREE_SECONDS = 1.0  # for tests, and short runs
-_SHARE = 0.005  # of the time
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
 
@@ -48,29 +45,6 @@ class LiveBytes:
     def read(self) -> dict[str, int]:
         """Return bytes by device. Those that nobody counts are left out: the host of macOS and Windows, MPS."""
         return {name: count() for name, count in self._counters.items()}
-
-
-class Pace:
-    """Says in which steps to count, so that counting takes little of the time."""
-
-    def __init__(self) -> None:
-        self.stride = 1  # in steps
-        self._start = time.perf_counter()
-        self._spent = 0.0
-
-    def is_due(self, step: int) -> bool:
-        """Whether a step is to be counted."""
-        return step % self.stride == 0
-
-    def slow_down(self, seconds: float) -> bool:
-        """Note what a count has taken. Returns whether the stride has doubled."""
-        now = time.perf_counter()
-        self._spent += seconds
-        is_slower = self._spent > _FREE_SECONDS + _SHARE * (now - self._start)
-        if is_slower:
-            self.stride *= 2
-            self._spent, self._start = _FREE_SECONDS, now
-        return is_slower
 
 
 def _host_counter() -> Callable[[], int] | None:
@@ -186,7 +160,6 @@ class LeakSearch:
         self._patience = patience
         self._min_bytes = min_bytes
         self._growth: dict[str, Growth] = {}
-        self._pace = Pace()
         self._num_steps = 0
         self._next_watch = self._pause = patience
         self._is_armed = False  # the next step is to be watched
@@ -239,14 +212,8 @@ class LeakSearch:
             self._restart()
 
     def _count(self) -> None:
-        if not self._pace.is_due(self._num_steps):
-            return
-        start = time.perf_counter()
         for name, num_bytes in self._program.count().items():
             self._growth.setdefault(name, Growth(self._patience, self._min_bytes)).add(num_bytes)
-        if self._pace.slow_down(time.perf_counter() - start):
-            least = self._min_bytes * self._pace.stride
-            self._growth = {name: Growth(self._patience, least) for name in self._growth}
 
     def _begin(self) -> None:
         self._is_armed = self._has_watched_step = False
@@ -318,7 +285,7 @@ class LeakSearch:
     def _is_growing(self) -> bool:
         if not self._growth:
             return True  # nobody counts: a step is watched now and then
-        self._slope = max(growth.steady_bytes() for growth in self._growth.values()) // self._pace.stride
+        self._slope = max(growth.steady_bytes() for growth in self._growth.values())
         return self._slope > 0
 
     def _restart(self) -> None:

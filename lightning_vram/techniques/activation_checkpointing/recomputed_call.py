@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from operator import ne
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 from weakref import ref
@@ -45,7 +44,7 @@ from lightning_vram.memory.storages import iterate_storages, storage_address, ve
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.memory.tracking.tracker import module_scope
 from lightning_vram.private_names.dispatcher import TO_COPY, OpOverload, hide_from_dynamo, schema_of, without_dispatch
-from lightning_vram.private_names.torch import current_graph_task_id, may_stop_early, tree_leaves, tree_map
+from lightning_vram.private_names.torch import current_graph_task_id, may_stop_early, storage_key, tree_leaves, tree_map
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_checkpointing.selective import SavedOutputs
 
@@ -63,7 +62,7 @@ class SavedArguments:
             _keep(leaf, overwrites_inputs) if isinstance(leaf, Tensor) else objects.copy(leaf) for leaf in self._leaves
         ]
         self._inner = [(one, version_of(one)) for one in objects.tensors.values()]  # tensors in objects
-        self._versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
+        self._versions = [version_of(leaf) for leaf in self._leaves if isinstance(leaf, Tensor)]
         # What the caller has put on each tensor, as ``tensor.name = ...`` does.
         self._attributes = [dict(vars(leaf)) if type(leaf) in PLAIN_TYPES else {} for leaf in self._leaves]
 
@@ -71,28 +70,33 @@ class SavedArguments:
         """Return the devices of the tensors, before :meth:`settle`."""
         return {leaf.device for leaf in self._leaves if isinstance(leaf, Tensor)}
 
-    def are_overwritten(self) -> bool:
-        """Whether one was written to since."""
-        now = (version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in self._leaves)
-        return any(map(ne, self._versions, now)) or any(
-            value.is_overwritten() for value in self._values if isinstance(value, _FirstInput)
-        )
+    def settle(self, observation: "Observation", name: str) -> None:
+        """Call after the layer's forward: keeps what the second run needs, under the hooks that are set.
 
-    def share_memory(self) -> bool:
-        """Whether several of them lie in one piece of memory."""
-        tensors = (leaf for leaf in self._leaves if isinstance(leaf, Tensor))
-        storages = [id(storage) for tensor in tensors for storage, _ in iterate_storages(tensor)]
-        return len(set(storages)) < len(storages)
-
-    def overwrites_inside(self) -> bool:
-        """Whether a tensor in an object was written to since."""
-        return any(version_of(one) != version for one, version in self._inner)
-
-    def settle(self) -> None:
-        """Call after the layer's forward: keeps what the second run needs, under the hooks that are set."""
-        for value in self._values:
-            if isinstance(value, _FirstInput):
-                value.settle()
+        Learns whether the layer ``name`` overwrites its inputs, and refuses layers that cannot be recomputed.
+        """
+        if any(version_of(one) != version for one, version in self._inner):
+            raise RuntimeError(
+                f"layer {name} overwrites a tensor inside an input object, and cannot be recomputed. Let it assign a "
+                "new tensor, or choose other layers to checkpoint."
+            )
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        firsts = [value for value in self._values if isinstance(value, _FirstInput)]
+        is_overwritten = [*map(version_of, tensors)] != self._versions or any(one.is_overwritten() for one in firsts)
+        keys = [storage_key(storage) for tensor in tensors for storage, _ in iterate_storages(tensor)]
+        if is_overwritten and len(set(keys)) < len(keys):
+            raise RuntimeError(
+                f"layer {name} overwrites an input that shares memory with another of its inputs, and "
+                "cannot be recomputed. Choose an outer layer to checkpoint."
+            )
+        if is_overwritten and observation.overwrites_inputs is False:
+            raise RuntimeError(
+                f"layer {name} overwrites its input in some forwards and not in others, and cannot be "
+                "recomputed. Choose other layers to checkpoint."
+            )
+        observation.overwrites_inputs = bool(observation.overwrites_inputs) or is_overwritten
+        for value in firsts:
+            value.settle()
         self._leaves, self._versions = [], []
 
     def give(self, *, is_overwritten: bool | None) -> Arguments:
@@ -444,31 +448,9 @@ def call_recomputed(
             output = forward(*args, **kwargs)
         saves.is_complete = True
         state.settle()
-        _settle(kept, observation, recomputing.name)
+        kept.settle(observation, recomputing.name)
         observation.num_kept = runs.settle()
     return output
-
-
-def _settle(kept: SavedArguments, observation: Observation, name: str) -> None:
-    """Learn whether the layer overwrote its inputs, and keep what the second run needs of them."""
-    if kept.overwrites_inside():
-        raise RuntimeError(
-            f"layer {name} overwrites a tensor inside an input object, and cannot be recomputed. Let it assign a new "
-            "tensor, or choose other layers to checkpoint."
-        )
-    is_overwritten = kept.are_overwritten()
-    if is_overwritten and kept.share_memory():
-        raise RuntimeError(
-            f"layer {name} overwrites an input that shares memory with another of its inputs, and "
-            "cannot be recomputed. Choose an outer layer to checkpoint."
-        )
-    if is_overwritten and observation.overwrites_inputs is False:
-        raise RuntimeError(
-            f"layer {name} overwrites its input in some forwards and not in others, and cannot be "
-            "recomputed. Choose other layers to checkpoint."
-        )
-    observation.overwrites_inputs = bool(observation.overwrites_inputs) or is_overwritten
-    kept.settle()
 
 
 def _has_lazy(modules: Sequence[nn.Module]) -> bool:
