@@ -34,6 +34,7 @@ from lightning_vram.techniques.activation_checkpointing import (
     CompiledBudget,
     CompiledBudgetError,
     SavePolicy,
+    ShareSearch,
     apply_activation_checkpointing,
     parse_save,
     share_largest,
@@ -155,50 +156,21 @@ def are_compiled(model: pl.LightningModule, layers: Sequence[Layer]) -> bool:
     return not eager
 
 
-class CompiledLayersBudget:
-    """Meets a budget in the first steps of a fit, until :meth:`remove`."""
-
-    def __init__(self, trainer: pl.Trainer, budget: str, budget_bytes: int) -> None:
-        self._title = f"ActivationCheckpointing(budget={budget})"
-        self._budget_bytes = budget_bytes
-        self._technique = CompiledBudget(trainer.lightning_module, budget_bytes)
-        self._context = AroundStep(
-            trainer.strategy, "training_step", Depth.OBSERVATION, lambda batch, *_, **__: self._step(batch)
-        )
-
-    @contextmanager
-    def _step(self, batch: object) -> Iterator[None]:
-        was_done = self._technique.is_done
-        try:
-            with self._technique.step(batch):
-                yield
-        except CompiledBudgetError as error:
-            raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
-        if self._technique.is_done and not was_done:
-            self._report()
-
-    def _report(self) -> None:
-        search = self._technique.search
-        saved, best = search.kept_bytes, search.best
-        points = ", ".join(f"{share:.3f}: {format_bytes(saved[share])}" for share in sorted(saved))
-        rank_zero_info(
-            f"{self._title} sets the compiler's activation memory budget to {best:.3f}: "
-            f"{format_bytes(saved[best])} saved for backward, {saved[best] / self._budget_bytes:.0%} of the budget. "
-            f"Tried: {points}."
-        )
-        if search.is_close:
-            return
+def _report_share(title: str, budget_bytes: int, search: ShareSearch) -> None:
+    """Tell which share of a compiled model's activations is kept, and warn if that is far from the budget."""
+    saved, best = search.kept_bytes, search.best
+    points = ", ".join(f"{share:.3f}: {format_bytes(saved[share])}" for share in sorted(saved))
+    rank_zero_info(
+        f"{title} sets the compiler's activation memory budget to {best:.3f}: {format_bytes(saved[best])} saved for "
+        f"backward, {saved[best] / budget_bytes:.0%} of the budget. Tried: {points}."
+    )
+    if not search.is_close:
         above = search.next_above or 1.0  # the search ends above a share only if the next one does not fit
         rank_zero_warn(
-            f"{self._title} is missed by more than 3 %: a share of {best:.3f} saves {format_bytes(saved[best])} and is "
+            f"{title} is missed by more than 3 %: a share of {best:.3f} saves {format_bytes(saved[best])} and is "
             f"used; a share of {above:.3f} saves {format_bytes(saved[above])}. The compiler saves whole tensors or "
             "groups of them: models with more layers come closer to a budget."
         )
-
-    def remove(self) -> None:
-        """Put everything back. Calling it again does nothing."""
-        self._context.remove()
-        self._technique.remove()
 
 
 class ActivationCheckpointing(FitTechnique):
@@ -295,7 +267,7 @@ class ActivationCheckpointing(FitTechnique):
         self._handle: CheckpointingHandle | None = None
         self._is_policy_unproven = False
         self._budgeted: BudgetedCheckpointing | None = None
-        self._compiled: CompiledLayersBudget | None = None
+        self._compiled: CompiledBudget | None = None
         self._context: AroundStep | None = None
         self._batch: Any = None  # of the step that is about to be observed
         self._plan: CheckpointPlan | None = None  # made in the step, and not applied yet
@@ -370,7 +342,9 @@ class ActivationCheckpointing(FitTechnique):
                         "ActivationCheckpointing(remedies=('recompute', 'offload')) does not work with compiled "
                         "layers, where the compiler chooses what to save. Leave out 'offload' or torch.compile."
                     )
-                self._compiled = CompiledLayersBudget(trainer, str(self.budget), self._budget_bytes)
+                self._compiled = CompiledBudget(pl_module, self._budget_bytes)
+                around = partial(self._compiled_step, self._compiled)
+                self._context = AroundStep(trainer.strategy, "training_step", Depth.OBSERVATION, around)
                 return
             self._handle.leave_to_compiler()  # what else is compiled
         if self._offload_bytes is not None:
@@ -414,6 +388,17 @@ class ActivationCheckpointing(FitTechnique):
         elif plan.decisions:
             what = f"a batch of {format_bytes(sizes[0])}: {format_bytes(plan.peak_bytes)} of activations"
             rank_zero_info(f"{title} again, for {what}, {plan.recompute_share:.0%} of the forward is recomputed.")
+
+    @contextmanager
+    def _compiled_step(self, compiled: CompiledBudget, batch: object, *_: object, **__: object) -> Iterator[None]:
+        was_done = compiled.is_done
+        try:
+            with compiled.step(batch):
+                yield
+        except CompiledBudgetError as error:
+            raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
+        if compiled.is_done and not was_done:
+            _report_share(f"ActivationCheckpointing(budget={self.budget})", compiled.budget_bytes, compiled.search)
 
     @override
     def _undo(self) -> None:

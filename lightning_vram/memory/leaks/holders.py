@@ -51,16 +51,6 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def line_of_user(outer: set[FrameType]) -> str:
-    """Return the innermost line of the user's code that runs now; empty if it is none inside of ``outer`` frames."""
-    for frame in _frames(sys._getframe(1)):
-        if frame in outer:
-            return ""
-        if not frame.f_code.co_filename.startswith("<"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-    return ""
-
-
 class StepWatch(StorageSubscriber):
     """Storages made from before one step to before the next: :meth:`finish` ends it. Followed steps run uncompiled."""
 

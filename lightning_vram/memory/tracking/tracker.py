@@ -44,11 +44,6 @@ def forget_optimizer_tensors(optimizer: Optimizer) -> None:
     _kept.pop(optimizer, None)
 
 
-def optimizer_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
-    """Return the tensors that were registered."""
-    return _kept.get(optimizer, tuple)()
-
-
 HELD = "held"
 SCRATCH = " (scratch)"  # ends the name of an operator, for what it took in addition to its result
 
@@ -409,7 +404,7 @@ class MemoryTracker(StorageSubscriber):
                 label_all(self.ledger, [(owner, parameter.grad)], Category.GRADIENTS)
                 state = tensors_in(optimizer.state.get(parameter, {}))
                 label_all(self.ledger, ((owner, leaf) for leaf in state), Category.OPTIMIZER_STATE)
-            label_all(self.ledger, (("", tensor) for tensor in optimizer_tensors(optimizer)), Category.OPTIMIZER_STATE)
+            label_all(self.ledger, (("", tensor) for tensor in _kept.get(optimizer, tuple)()), Category.OPTIMIZER_STATE)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any(optimizer is known for known in self._optimizers):

@@ -161,10 +161,11 @@ def apply_activation_checkpointing(  # noqa: PLR0913 - the words of the callback
             _swap_class(handle, module, chosen)
     modules = set(handle.modules)
     for module in model.modules():
-        is_switched_on = vars(module).get(_TRANSFORMERS_SWITCH) is True
-        if is_switched_on and not modules.isdisjoint(_family(model, module)):
-            vars(module)[_TRANSFORMERS_SWITCH] = False
-            handle._disabled.append(module)
+        if vars(module).get(_TRANSFORMERS_SWITCH) is True:
+            family = {*module.modules(), *(holder for holder in model.modules() if module in holder.modules())}
+            if not modules.isdisjoint(family):
+                vars(module)[_TRANSFORMERS_SWITCH] = False
+                handle._disabled.append(module)
     return handle
 
 
@@ -257,11 +258,6 @@ def _swap_class(handle: Swaps, module: nn.Module, parts: dict[_Span | None, _Par
         handle.add(module, _State(parts, _is_compilable(module)), _run)
     except ValueError as error:
         raise ValueError(f"layer {name} cannot be checkpointed: {error}") from None
-
-
-def _family(model: nn.Module, module: nn.Module) -> set[nn.Module]:
-    """A module, what it holds, and what holds it."""
-    return {*module.modules(), *(holder for holder in model.modules() if module in holder.modules())}
 
 
 _MAX_PROFILES = 8

@@ -46,7 +46,7 @@ from lightning_vram.memory.tracking.tracker import module_scope
 from lightning_vram.private_names.dispatcher import TO_COPY, OpOverload, hide_from_dynamo, schema_of, without_dispatch
 from lightning_vram.private_names.torch import current_graph_task_id, may_stop_early, storage_key, tree_leaves, tree_map
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
-from lightning_vram.techniques.activation_checkpointing.selective import SavedOutputs
+from lightning_vram.techniques.activation_checkpointing.selective import Recording, Replaying, SavedOutputs
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -278,11 +278,9 @@ class OperatorTrace(OperatorSubscriber):
         if number >= len(self._expected):
             raise RecomputationError(f"it ran {function} after the last operator of the forward")
         (expected, expected_shapes, expected_sample), place = self._expected[number], f"operator {number + 1}"
-        if function is not expected:
-            raise RecomputationError(f"{place} was {expected} and is {function}")
-        if shapes != expected_shapes:
-            was, now = ", ".join(expected_shapes), ", ".join(shapes)
-            raise RecomputationError(f"{place}, {function}, returned {was} and returns {now}")
+        if (function, shapes) != (expected, expected_shapes):
+            was, now = f"{expected} -> {', '.join(expected_shapes)}", f"{function} -> {', '.join(shapes)}"
+            raise RecomputationError(f"{place} was {was} and is {now}")
         if expected_sample is not None and not is_close(expected_sample, sample):
             raise RecomputationError(f"{place}, {function}, returned other values than it returns now")
 
@@ -358,7 +356,7 @@ class LayerRuns:
     def first(self, saves: RecomputedSaves) -> AbstractContextManager[None]:
         """Return the context for the first call of the forward."""
         watching = self._watch.inside() if self._watch is not None else None
-        recording = self._outputs.recording() if self._outputs is not None else None
+        recording = Recording(self._outputs) if self._outputs is not None else None
         return _inside(saves, watching, recording, self._trace)
 
     @contextmanager
@@ -366,7 +364,7 @@ class LayerRuns:
         """Run the forward again inside; raises ``RecomputationError`` if it differs."""
         if self._watch is not None:
             self._watch.on_recomputation()
-        replaying = self._outputs.replaying() if self._outputs is not None else None
+        replaying = Replaying(self._outputs) if self._outputs is not None else None
         comparing = self._trace.comparing() if self._trace is not None else None
         try:
             with _inside(run, replaying, comparing):
@@ -423,7 +421,8 @@ def call_recomputed(
     recomputing: Recomputing,
 ) -> Any:
     """Call ``forward`` and save its inputs only; the backward calls it again."""
-    if observation.overwrites_inputs is None and _has_lazy(modules):
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    if observation.overwrites_inputs is None and any(map(is_lazy, tensors)):
         args, kwargs = arguments
         return forward(*args, **kwargs)  # draws its weights in this call, as a second run would not
     watch = recomputing.watch
@@ -451,11 +450,6 @@ def call_recomputed(
         kept.settle(observation, recomputing.name)
         observation.num_kept = runs.settle()
     return output
-
-
-def _has_lazy(modules: Sequence[nn.Module]) -> bool:
-    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
-    return any(map(is_lazy, tensors))
 
 
 def compiled_checkpoint(save: SavePolicy | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
