@@ -246,11 +246,6 @@ class ActivationCheckpointing(FitTechnique):
             check_number("ActivationCheckpointing(segments)", segments, int, "an int, 'sqrt' or None", at_least=2)
         check_bool("ActivationCheckpointing(skip_last)", skip_last)
         check_choice("ActivationCheckpointing(determinism_check)", determinism_check, ("outputs", "operators", "none"))
-        if segments is not None and every_n_layers > 1:
-            raise ValueError(
-                "ActivationCheckpointing(segments) checkpoints whole bodies and excludes every_n_layers, "
-                f"got segments={segments!r} and every_n_layers={every_n_layers}. Choose one."
-            )
         self.layers = layers
         self.every_n_layers = every_n_layers
         self.save = save

@@ -36,11 +36,14 @@ class Site:
         return ", ".join(filter(None, [self.module, self.line])) or "place unknown"
 
 
-def storages_of(tensors: Any) -> Iterator[torch.UntypedStorage]:
+def storages_of(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     """Yield the storages behind tensors that take memory: not those of fake tensors, which compilers keep."""
     for tensor in tensors:
-        if isinstance(tensor, Tensor):
-            yield from (storage for storage, _ in iterate_storages(tensor) if storage.device.type != "meta")
+        try:
+            found = [storage for storage, _ in iterate_storages(tensor) if storage.device.type != "meta"]
+        except (AttributeError, RuntimeError, NotImplementedError):  # half made, or of a transform
+            continue
+        yield from found
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -63,7 +66,7 @@ class StepWatch(StorageSubscriber):
         self.is_finished = False
         self._module = module
         self._follows_operators = follows_operators
-        self._old_keys = {storage_key(storage) for storage in _visible_storages()}
+        self._old_keys = {storage_key(storage) for storage in storages_of(live_tensors())}
         self._first_node = num_nodes()
         self._place = Ledger()  # of which only the name of the module is used
         self._outer: set[FrameType] = set()  # frames that were there before the step, and made nothing of it
@@ -99,7 +102,7 @@ class StepWatch(StorageSubscriber):
     def finish(self, held: Callable[[], Iterable[Tensor]]) -> None:
         """End with the step; ``held`` returns what may be new and stay: parameters, gradients, optimizer states."""
         self.nodes = range(self._first_node, num_nodes())
-        for storage in _visible_storages():
+        for storage in storages_of(live_tensors()):
             if storage_key(storage) not in self._old_keys and self.known.find_storage(storage) is None:
                 self.known.note_storage(storage, Site())
         for storage in storages_of(held()):
@@ -121,14 +124,6 @@ def live_tensors() -> list[Tensor]:
         kinds |= new
         waiting += new
     return [thing for thing in gc.get_objects() if type(thing) in kinds]
-
-
-def _visible_storages() -> Iterator[torch.UntypedStorage]:
-    for tensor in live_tensors():
-        try:
-            yield from storages_of([tensor])
-        except (AttributeError, RuntimeError, NotImplementedError):  # half made, or of a transform
-            continue
 
 
 _MAX_DEPTH = 14
@@ -346,10 +341,7 @@ def _targets(watch: StepWatch) -> tuple[list[Tensor], set[int]]:
     with_graph: set[int] = set()
     tensors = live_tensors()
     for tensor in tensors:
-        try:
-            size = sum(alive.get(storage_key(storage), (0,))[0] for storage in storages_of([tensor]))
-        except (AttributeError, RuntimeError, NotImplementedError):  # half made, or of a transform
-            continue
+        size = sum(alive.get(storage_key(storage), (0,))[0] for storage in storages_of([tensor]))
         if _reaches(tensor, watch.nodes):
             with_graph.add(id(tensor))
         if size or id(tensor) in with_graph:

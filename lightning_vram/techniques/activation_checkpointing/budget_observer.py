@@ -46,8 +46,6 @@ class _Operator:
 
 @dataclass
 class _Call:
-    """One call of a layer."""
-
     layer: str
     position: int
     operators: list[_Operator] = field(default_factory=list)
@@ -70,8 +68,6 @@ class _Call:
 
 @dataclass
 class _Round:
-    """A forward and its backward."""
-
     calls: list[_Call] = field(default_factory=list)
     base: dict[int, tuple[float, int]] = field(default_factory=dict)  # first position and bytes, by storage
     other_cost: float = 0.0
@@ -146,7 +142,6 @@ class StepObserver(StorageSubscriber):
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """The forward of the call that is open."""
         was_inside, self._is_inside = self._is_inside, True
         hooks = SaveWatch(self._on_save).hooks()
         try:
@@ -156,7 +151,6 @@ class StepObserver(StorageSubscriber):
             self._is_inside = was_inside
 
     def _end_round(self) -> None:
-        """Note that a backward runs: what comes next is another forward."""
         self._rounds[-1].is_over = True
 
     def _on_save(self, tensor: Tensor) -> None:
@@ -212,9 +206,11 @@ class StepObserver(StorageSubscriber):
         """Return bytes by number of the storages of ``tensor``; unknown ones are made now: compiled code makes some."""
         found = {}
         for storage, device in iterate_storages(tensor):
-            if self.known.find_storage(storage) is None:
+            number = self.known.find_storage(storage)
+            if number is None:
+                number = len(self._births)
                 self.on_storage(None, storage, device)
-            found[self.known.find_storage(storage)] = int(storage.nbytes())
+            found[number] = int(storage.nbytes())
         return found
 
     def _add_to_base(self, number: int, num_bytes: int, position: float) -> None:

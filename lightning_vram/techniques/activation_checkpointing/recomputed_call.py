@@ -128,8 +128,6 @@ def _keep(leaf: Tensor, overwrites_inputs: bool | None) -> Any:  # noqa: FBT001
 
 
 class _Input:
-    """A tensor, and what gives it back."""
-
     __slots__ = ("read",)
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
@@ -147,7 +145,6 @@ class _FirstInput:
         self._saved: SavedOutput | None = None
 
     def is_overwritten(self) -> bool:
-        """Whether it was written to since."""
         return version_of(self._now) != self._version or differs(self._now, self._copy)
 
     def settle(self) -> None:
@@ -191,7 +188,6 @@ class _Copies:
         self._made: dict[int, Any] = {}
 
     def copy(self, value: Any, depth: int = 0) -> Any:
-        """Return a copy of ``value``, or itself."""
         if type(value) in _PLAIN or id(value) in self._made or len(self._made) >= _MAX_ITEMS or depth > _MAX_DEPTH:
             return self._made.get(id(value), value)
         if isinstance(value, Tensor):

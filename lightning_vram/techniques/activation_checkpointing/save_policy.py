@@ -70,15 +70,10 @@ def parse_save(save: object, argument: str) -> SavePolicy | None:
         return None
     if isinstance(save, SavePolicy):
         return save
-    if not (isinstance(save, Sequence) and all(isinstance(name, str) for name in save)):
-        raise TypeError(
-            f"{argument} must be 'inputs', 'matmuls', 'attention', a list of operator names or a SavePolicy, "
-            f"got {save!r} of type {type(save).__name__}."
-        )
     try:
-        return SavePolicy(save)
-    except ValueError as error:
-        raise ValueError(f"{argument}: {error}") from None
+        return SavePolicy(save)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{argument}: {error}") from None
 
 
 def _resolve(operators: str | Sequence[str]) -> frozenset[Any]:

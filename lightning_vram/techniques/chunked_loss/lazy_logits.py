@@ -193,12 +193,10 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, why: str) -> Tensor:
-        """Return them."""
         return logits.compute(why)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Hand their gradient on."""
         return gradient, None
 
 
@@ -430,7 +428,6 @@ def classify(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _reduce_losses(
     logits: LazyLogits, function: Any, target: Any, options: Mapping[str, Any], reduction: str
 ) -> Tensor:
-    """Return the losses of the tokens, or their sum."""
     if reduction != "none":
         total: Tensor = logits.reduce_to_sum(function, logits.node, target, **options)
         return total

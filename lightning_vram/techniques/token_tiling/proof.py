@@ -96,8 +96,6 @@ class _RandomNumberWatch(OperatorSubscriber):
 
 
 class _Runs:
-    """Runs of a module on some tokens."""
-
     def __init__(self, module: nn.Module, body: Body, call: CutCall, tensors: list[Tensor]) -> None:
         self._body, self._call = body, call
         plain, has_values = [one.detach() for one in tensors], have_values(tensors)
@@ -246,7 +244,6 @@ def _mark(leaf: Any) -> tuple[int, int]:
 
 
 def _compare(runs: _Runs, has_gradients: bool) -> str:  # noqa: FBT001
-    """Return how exactly runs agree, or raise ``NotAlone``."""
     num = runs.num_tokens
     every = torch.arange(num, device=runs.device)
     fewer = torch.randperm(num, generator=torch.Generator().manual_seed(0))[: num // 2].to(runs.device)
