@@ -24,9 +24,9 @@ from lightning_vram.core.host.memory import OffloadError, hidden_from_modes
 from lightning_vram.core.layers import Layer, LayerSelection, check_layers
 from lightning_vram.core.operators import BALANCE
 from lightning_vram.memory.estimate.workspaces import measure_bus
+from lightning_vram.memory.storages import iterate_tensors
 from lightning_vram.memory.units import format_bytes, parse_bytes, parse_limit
 from lightning_vram.private_names.dispatcher import FakeTensor, is_compiled, modules_in_compiled
-from lightning_vram.private_names.torch import tensors_in
 from lightning_vram.techniques.activation_checkpointing import (
     BudgetedCheckpointing,
     CheckpointingHandle,
@@ -424,7 +424,7 @@ class ActivationCheckpointing(FitTechnique):
 
 def _sizes_of(batch: object) -> list[int]:
     """Return the bytes of the tensors in a batch, and the largest size among them along each dimension."""
-    tensors = [tensor.values() if tensor.layout is torch.jagged else tensor for tensor in tensors_in(batch)]
+    tensors = [tensor.values() if tensor.layout is torch.jagged else tensor for tensor in iterate_tensors(batch)]
     sizes = zip_longest(*(tensor.shape for tensor in tensors), fillvalue=0)
     return [sum(tensor.nbytes for tensor in tensors), *map(max, sizes)]
 

@@ -3,6 +3,7 @@
 import copy
 import os
 import re
+from collections import UserDict
 
 import pytest
 import torch
@@ -449,6 +450,7 @@ def test_tells_the_plan_and_plans_anew_for_a_larger_batch(make_trainer, monkeypa
         (torch.zeros(2, 8), [64, 2, 8]),
         ([torch.zeros(3, 4), {"labels": torch.zeros(5, dtype=torch.int64), "name": "a"}], [88, 5, 4]),
         (torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)], layout=torch.jagged), [80, 5, 4]),
+        (UserDict(ids=torch.zeros(2, 3)), [24, 2, 3]),
         ("text", [0]),
     ],
 )
