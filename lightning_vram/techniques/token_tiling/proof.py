@@ -103,12 +103,11 @@ class _Runs:
         if has_values:
             chosen = torch.linspace(0, call.num_tokens - 1, self.num_tokens).long()
             self._tensors = call.cut(plain, lambda one: one.index_select(call.dim, chosen.to(one.device)))
-            replaced = body.parameters_by_name
+            replaced: dict[str, Tensor] = {**body.parameters_by_name}
             values = [one.detach() if one.any() else torch.randn_like(one) for one in replaced.values()]
         else:
             self._tensors = _randomized(call.cut(plain, lambda one: one.narrow(call.dim, 0, self.num_tokens)))
-            buffers = {f"module.{name}": one for name, one in module.named_buffers()}
-            replaced = {**body.parameters_by_name, **buffers}
+            replaced = {**body.parameters_by_name, **dict(body.named_buffers())}
             values = _randomized(replaced.values())
         self._parameters = dict(zip(replaced, values, strict=True))  # and buffers in estimates
         self.device = next(one.device for one, is_cut in zip(self._tensors, call.is_cut, strict=True) if is_cut)
@@ -166,7 +165,13 @@ class _Runs:
         return self._call.cut(self._tensors, lambda one: one.index_select(self._call.dim, order))
 
     def _run(self, tensors: list[Tensor]) -> Any:
-        return self._body.having(self._parameters, partial(self._body.run, self._call.arguments(tensors)))
+        return self._body.having(self._parameters, partial(self._run_body, tensors))
+
+    def _run_body(self, tensors: list[Tensor]) -> Any:
+        found = self._body.run(self._call.arguments(tensors))
+        if any(one is not self._parameters.get(name, one) for name, one in self._body.named_buffers()):
+            raise NotAlone("stores something of its call in a tensor")
+        return found
 
     @contextmanager
     def _grad(self) -> Iterator[None]:
