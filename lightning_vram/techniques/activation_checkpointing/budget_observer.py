@@ -97,7 +97,7 @@ class StepObserver(StorageSubscriber):
     def __init__(self, model: nn.Module, inputs: Any = None, min_offload_bytes: int = 0) -> None:
         super().__init__(ByStorage())  # of their numbers
         self._min_offload_bytes = min_offload_bytes
-        self._births: list[tuple[int | None, int]] = []  # of each number: the call it was made in, and the round
+        self._births: list[_Call | None] = []  # of each number: the call that it was made in
         self._small: set[int] = set()  # storages of which a smaller part was saved
         self._costly = SavePolicy("matmuls")
         self._rounds = [_Round()]
@@ -164,7 +164,7 @@ class StepObserver(StorageSubscriber):
         # Outside of all layers: its backward comes before that of the calls so far.
         position = self._call.position if self._call is not None else len(self._rounds[-1].calls) - 0.5
         for number, num_bytes in numbered.items():
-            if call is None or self._births[number] != self._now():  # made before or outside of this call
+            if call is None or self._births[number] is not call:  # made before or outside of this call
                 self._add_to_base(number, num_bytes, position)
             elif number not in self._lasting:
                 call.saved[number] = num_bytes
@@ -182,7 +182,7 @@ class StepObserver(StorageSubscriber):
     @override
     def on_storage(self, func: Any, storage: torch.UntypedStorage, device: torch.device) -> None:
         self.known.note_storage(storage, len(self._births))
-        self._births.append(self._now())
+        self._births.append(self._call if self._is_inside else None)
 
     @override
     def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
@@ -198,9 +198,6 @@ class StepObserver(StorageSubscriber):
             if tensors and type(tensors[0]) is Tensor and is_strided(tensors[0]):
                 operator.counter, operator.version = version_counter(tensors[0]), version_of(tensors[0])
         self._call.operators.append(operator)
-
-    def _now(self) -> tuple[int | None, int]:
-        return self._call.position if self._call is not None and self._is_inside else None, len(self._rounds)
 
     def _number(self, tensor: Tensor) -> dict[int, int]:
         """Return bytes by number of the storages of ``tensor``; unknown ones are made now: compiled code makes some."""
