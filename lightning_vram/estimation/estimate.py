@@ -30,8 +30,8 @@ from lightning_vram.memory.estimate.device_spec import DeviceSpec, find_device
 from lightning_vram.memory.estimate.result import MemoryEstimate, StageEstimate
 from lightning_vram.memory.estimate.workspaces import Workspaces, workspaces_of
 from lightning_vram.memory.host import available_host_bytes
-from lightning_vram.memory.tracking.ledger import SCRATCH
 from lightning_vram.memory.tracking.timeline import MemoryEvent
+from lightning_vram.memory.tracking.tracker import SCRATCH
 from lightning_vram.private_names.dispatcher import UNKNOWN_VALUES, OptimizedModule
 
 _GROWING = AllocatorSettings(expandable_segments=True)

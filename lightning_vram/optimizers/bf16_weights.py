@@ -46,7 +46,7 @@ from lightning_vram.core.tensors.properties import (
     stored_like,
 )
 from lightning_vram.memory.storages import storage_address
-from lightning_vram.memory.tracking.ledger import forget_optimizer_tensors, register_optimizer_tensors
+from lightning_vram.memory.tracking.tracker import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.moment_forms import HeldStates, Seed, UpdateCheck
 from lightning_vram.optimizers.step_round import (
     Member,

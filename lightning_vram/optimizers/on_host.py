@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_vram.core.gradients import clip_factor, sharded_norm
 from lightning_vram.core.host.transfers import HostWorker, Ticket
 from lightning_vram.core.tensors.properties import state_stored_like
-from lightning_vram.memory.tracking.ledger import forget_optimizer_tensors, register_optimizer_tensors
+from lightning_vram.memory.tracking.tracker import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.moment_forms import LowPrecisionStates, StateForm, find_unsupported, upcast_when_stepped
 from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.step_loop import step_flat_shards, step_in_parts

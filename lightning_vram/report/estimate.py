@@ -16,8 +16,8 @@ from typing_extensions import override
 from lightning_vram.estimation import estimate_memory as _estimate_memory
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate, StageEstimate
-from lightning_vram.memory.tracking.ledger import HELD
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
+from lightning_vram.memory.tracking.tracker import HELD
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.report.drawing import (
     LETTER,

@@ -11,9 +11,11 @@ from torch.optim import AdamW, Optimizer
 from lightning_vram.optimizers.in_backward import BackwardSteps, Clipping
 from lightning_vram.optimizers.low_precision import LowPrecisionMoments
 from lightning_vram.optimizers.moment_forms import FORMS, HostState
-from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing
-from lightning_vram.techniques.activation_checkpointing.budget_solver import BudgetError
+from lightning_vram.techniques.activation_checkpointing.apply import (
+    BudgetedCheckpointing,
+    apply_activation_checkpointing,
+)
+from lightning_vram.techniques.activation_checkpointing.budget_plan import BudgetError
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading

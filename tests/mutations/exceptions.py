@@ -20,7 +20,7 @@ EXCEPTIONS = {
     (_TRANSFERS, "while self._departures and self._departures[0].event.query():"): (
         "says when memory is let go of: _let_go asks again, and waits"
     ),
-    ("callbacks.activation_checkpointing.budget", "torch.accelerator.synchronize(device)"): _STEP_TIMED,
+    ("callbacks.activation_checkpointing.callback", "torch.accelerator.synchronize(device)"): _STEP_TIMED,
     (
         "callbacks.auto_vram.applied_plan",
         "torch.get_device_module(self._device).synchronize(self._device)",

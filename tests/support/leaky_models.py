@@ -150,52 +150,6 @@ class Validation(Plain):
         self.outputs.append(self.hidden(batch))
 
 
-class Joined(Plain):
-    """One tensor, made anew and larger in each step: nothing of a step stays."""
-
-    def __init__(self):
-        super().__init__()
-        self.all = torch.zeros(0)
-
-    def training_step(self, batch, batch_idx):
-        self.all = torch.cat([self.all, self.hidden(batch).detach().flatten()])
-        return self.loss(batch)
-
-
-class JoinedBuffer(Joined):
-    """The same in a part, as a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        del self.all
-        self.net[0].register_buffer("all", torch.zeros(0), persistent=False)
-
-    def training_step(self, batch, batch_idx):
-        layer = self.net[0]
-        layer.all = torch.cat([layer.all, self.hidden(batch).detach().flatten()])
-        return self.loss(batch)
-
-
-class Arrays(Plain):
-    """Copies in the format of NumPy."""
-
-    def __init__(self):
-        super().__init__()
-        self.arrays = []
-
-    def training_step(self, batch, batch_idx):
-        self.arrays.append(self.hidden(batch).detach().numpy().copy())
-        return self.loss(batch)
-
-
-class SharedArrays(Arrays):
-    """Arrays on the memory of tensors."""
-
-    def training_step(self, batch, batch_idx):
-        self.arrays.append({"hidden": self.hidden(batch).detach().numpy()})
-        return self.loss(batch)
-
-
 class Evaluation(Plain):
     """Collects outputs, with graphs or without, in any stage."""
 
@@ -213,19 +167,6 @@ class Evaluation(Plain):
         return DataLoader([torch.randn(NUM_ROWS, WIDTH) for _ in range(30)], batch_size=None)
 
     test_dataloader = predict_dataloader = val_dataloader
-
-
-class JoinedEvaluation(Evaluation):
-    """Joins them."""
-
-    def __init__(self):
-        super().__init__()
-        self.all = torch.zeros(0)
-
-    def validation_step(self, batch, batch_idx):
-        self.all = torch.cat([self.all, self.hidden(batch).flatten()])
-
-    test_step = predict_step = validation_step
 
 
 class OnClass(Plain):

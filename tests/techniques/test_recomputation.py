@@ -23,8 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
 
 from lightning_vram.core.recomputed_saves import RecomputationError
-from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing
+from lightning_vram.techniques.activation_checkpointing.apply import (
+    BudgetedCheckpointing,
+    apply_activation_checkpointing,
+)
 from lightning_vram.techniques.activation_checkpointing.budget_plan import CheckpointPlan
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.token_tiling import apply_token_tiling

@@ -4,54 +4,172 @@ A checkpointed layer saves its inputs only and runs its forward again in the bac
 small part of the activation memory.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool, check_positive_int
-from lightning_vram.callbacks.activation_checkpointing.budget import (
-    MIN_OFFLOAD_BYTES,
-    BudgetOffload,
-    CompiledLayersBudget,
-    are_compiled,
-    check_remedies,
-)
-from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique
-from lightning_vram.core.layers import LayerSelection, check_layers
+from lightning_vram.argument_checks import check_bool, check_choice, check_kind, check_number, check_positive_int
+from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
+from lightning_vram.core.host.memory import OffloadError, hidden_from_modes
+from lightning_vram.core.layers import Layer, LayerSelection, check_layers
+from lightning_vram.core.operators import BALANCE
+from lightning_vram.memory.estimate.workspaces import measure_bus
 from lightning_vram.memory.storages import iterate_tensors
-from lightning_vram.memory.units import format_bytes, parse_limit
-from lightning_vram.private_names.dispatcher import is_compiled
+from lightning_vram.memory.units import format_bytes, parse_bytes, parse_limit
+from lightning_vram.private_names.dispatcher import FakeTensor, is_compiled, modules_in_compiled
 from lightning_vram.techniques.activation_checkpointing import (
     BudgetedCheckpointing,
     CheckpointingHandle,
     CheckpointPlan,
+    CompiledBudget,
+    CompiledBudgetError,
     SavePolicy,
+    ShareSearch,
     apply_activation_checkpointing,
     parse_save,
     share_largest,
 )
+from lightning_vram.techniques.activation_offload import ActivationOffloading
+
+MIN_OFFLOAD_BYTES = 1 << 20
+_REMEDIES = (("recompute",), ("recompute", "offload"))
+_USUAL_BUS, _USUAL_BANDWIDTH = 25e9, 1e12  # bytes per second
+_FORWARD_SHARE = 0.25  # of a step that ends with its backward, every layer of it recomputed
 
 
-def check_segments(segments: object) -> None:
-    """Refuse other values than ``None``, ``"sqrt"`` and integers from 2."""
-    if segments is None or segments == "sqrt":
-        return
-    if not isinstance(segments, int) or isinstance(segments, bool):
-        raise TypeError(
-            f"ActivationCheckpointing(segments) must be an int, 'sqrt' or None, "
-            f"got {segments!r} of type {type(segments).__name__}."
-        )
-    if segments < 2:
+def check_remedies(remedies: Sequence[str], offload_bytes: object, budget: object) -> int | Literal["auto"] | None:
+    """Return the most bytes to offload; ``None`` if offload is off."""
+    name = "ActivationCheckpointing(remedies)"
+    check_kind(name, remedies, list | tuple, "a list or tuple of names")
+    if tuple(remedies) not in _REMEDIES:
+        raise ValueError(f"{name} must be ('recompute',) or ('recompute', 'offload'), got {remedies!r}.")
+    num_bytes: int | Literal["auto"] = "auto"
+    if offload_bytes != "auto":
+        num_bytes = parse_bytes(offload_bytes, "ActivationCheckpointing(offload_bytes)")  # type: ignore[arg-type]
+    if "offload" in remedies:
+        if budget is None:
+            raise ValueError(f"{name} needs a budget to meet, got {remedies!r} without one. Set budget='6GiB'.")
+        return num_bytes
+    if num_bytes != "auto":
         raise ValueError(
-            f"ActivationCheckpointing(segments) must be at least 2, got {segments}: one segment recomputes the whole "
-            "body at once and saves nothing. 'sqrt' needs the least memory."
+            f"ActivationCheckpointing(offload_bytes={offload_bytes!r}) limits offload, which is off. "
+            "Set remedies=('recompute', 'offload')."
+        )
+    return None
+
+
+class BudgetOffload:
+    """Offloads in each training step what a plan says, as much as PCIe transfers in time; nothing before the plan."""
+
+    def __init__(self, trainer: pl.Trainer, offload_bytes: int | Literal["auto"]) -> None:
+        self._trainer = trainer
+        self._offload_bytes = offload_bytes
+        self._forward_seconds = 0.0
+        module = trainer.lightning_module
+        self._offloading = ActivationOffloading(module, min_offload_bytes=MIN_OFFLOAD_BYTES, most_bytes=0)
+        self._context = AroundStep(trainer.strategy, "training_step", Depth.OFFLOAD, lambda *_, **__: self._step())
+
+    @staticmethod
+    def check(trainer: pl.Trainer, offload_bytes: int | Literal["auto"]) -> None:
+        """Refuse runs that cannot offload."""
+        refuse_moved_parameters("ActivationCheckpointing(remedies)", trainer, "saved tensors are views of")
+        if any(type(other).__name__ == "ActivationOffload" for other in trainer.callbacks):  # type: ignore[attr-defined]
+            raise MisconfigurationException(
+                "ActivationCheckpointing(remedies=('recompute', 'offload')) does not work with ActivationOffload. "
+                "Remove one of them."
+            )
+        if offload_bytes == "auto" and trainer.strategy.root_device.type == "cpu":
+            raise MisconfigurationException(
+                "ActivationCheckpointing(remedies=('recompute', 'offload')) offloads to host memory, but the model "
+                "is on the CPU: nothing is saved. Leave out 'offload', or set offload_bytes."
+            )
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Time the forward inside."""
+        device = self._trainer.strategy.root_device
+        if self._offload_bytes != "auto" or self._is_fake():
+            yield
+            return
+        torch.accelerator.synchronize(device)
+        start = time.perf_counter()
+        yield
+        torch.accelerator.synchronize(device)
+        has_backward = not self._trainer.lightning_module.automatic_optimization
+        self._forward_seconds = (time.perf_counter() - start) * (_FORWARD_SHARE if has_backward else 1)
+
+    def bus_bytes(self, budgeted: BudgetedCheckpointing) -> int:
+        """Return the bytes that PCIe transfers during a forward; what it takes is a guess if its tensors are fake."""
+        if self._offload_bytes != "auto":
+            return self._offload_bytes
+        if self._is_fake():
+            cost = max((profile.cost for profile in budgeted.profiles), default=0.0)
+            return round(cost * _USUAL_BUS / (BALANCE * _USUAL_BANDWIDTH))
+        with hidden_from_modes(next(self._trainer.lightning_module.parameters())):
+            return round(self._forward_seconds * measure_bus(self._trainer.strategy.root_device))
+
+    def apply(self, plan: CheckpointPlan) -> None:
+        """Apply a plan from the next step on. Tensors are not cut: the last may exceed the planned bytes."""
+        self._offloading.most_bytes = plan.offloaded_bytes + plan.largest_bytes if plan.offloaded_bytes else 0
+
+    def keep_in_place(self, batch: object) -> None:
+        """Leave the batch on the device: it is alive anyway."""
+        self._offloading.keep_in_place(batch)
+
+    def remove(self) -> None:
+        """Put everything back."""
+        self._context.remove()
+        self._offloading.close()
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        try:
+            with self._offloading:
+                yield
+        except OffloadError as error:
+            raise MisconfigurationException(f"ActivationCheckpointing(remedies): {error}") from None
+
+    def _is_fake(self) -> bool:
+        return any(type(parameter.data) is FakeTensor for parameter in self._trainer.lightning_module.parameters())
+
+
+def are_compiled(model: pl.LightningModule, layers: Sequence[Layer]) -> bool:
+    """Whether ``layers`` run in compiled code. Refuses a mixture."""
+    compiled = modules_in_compiled(model)
+    eager = [layer.name for layer in layers if layer.module not in compiled]
+    if eager and len(eager) < len(layers):
+        raise MisconfigurationException(
+            "ActivationCheckpointing(budget) cannot mix compiled and uncompiled layers: "
+            f"{', '.join(eager)} {'is' if len(eager) == 1 else 'are'} not compiled. Compile all, or name only one kind "
+            "in layers."
+        )
+    return not eager
+
+
+def _report_share(title: str, budget_bytes: int, search: ShareSearch) -> None:
+    """Tell which share of a compiled model's activations is kept, and warn if that is far from the budget."""
+    saved, best = search.kept_bytes, search.best
+    points = ", ".join(f"{share:.3f}: {format_bytes(saved[share])}" for share in sorted(saved))
+    rank_zero_info(
+        f"{title} sets the compiler's activation memory budget to {best:.3f}: {format_bytes(saved[best])} saved for "
+        f"backward, {saved[best] / budget_bytes:.0%} of the budget. Tried: {points}."
+    )
+    if not search.is_close:
+        above = search.next_above or 1.0  # the search ends above a share only if the next one does not fit
+        rank_zero_warn(
+            f"{title} is missed by more than 3 %: a share of {best:.3f} saves {format_bytes(saved[best])} and is "
+            f"used; a share of {above:.3f} saves {format_bytes(saved[above])}. The compiler saves whole tensors or "
+            "groups of them: models with more layers come closer to a budget."
         )
 
 
@@ -84,9 +202,10 @@ class ActivationCheckpointing(FitTechnique):
             memory if a large loss head is alive at the same time.
         budget: Bytes for activations, such as ``"6GiB"``. The first step checkpoints all ``layers`` and is measured.
             Then the cheapest plan found within the budget, by layer and by operator, is applied and logged as a table.
-            Excludes the arguments above except ``layers``. On a single process, a batch with larger layer inputs is
-            checkpointed and planned again; with several ranks the plan is made once, for the first batch on the rank
-            that needs most. For compiled layers, the first steps try how much the compiler may save.
+            Excludes the arguments above except ``layers``. On a single process, a batch that is larger, in bytes or
+            along a dimension, is checkpointed and planned again; with several ranks the plan is made once, for the
+            first batch on the rank that needs most. For compiled layers, the first steps try how much the compiler may
+            save.
         remedies: Means to meet a ``budget``. ``("recompute",)``: recomputation only. ``("recompute", "offload")``:
             tensors saved first in a forward are offloaded to the host, as much as PCIe bandwidth allows, and only the
             rest is recomputed.
@@ -123,18 +242,10 @@ class ActivationCheckpointing(FitTechnique):
     ) -> None:
         check_layers("ActivationCheckpointing(layers)", layers)
         check_positive_int("ActivationCheckpointing(every_n_layers)", every_n_layers)
-        check_segments(segments)
+        if segments not in (None, "sqrt"):
+            check_number("ActivationCheckpointing(segments)", segments, int, "an int, 'sqrt' or None", at_least=2)
         check_bool("ActivationCheckpointing(skip_last)", skip_last)
-        if determinism_check not in ("outputs", "operators", "none"):
-            raise ValueError(
-                "ActivationCheckpointing(determinism_check) must be one of 'outputs', 'operators', 'none', "
-                f"got {determinism_check!r}."
-            )
-        if segments is not None and every_n_layers > 1:
-            raise ValueError(
-                "ActivationCheckpointing(segments) checkpoints whole bodies and excludes every_n_layers, "
-                f"got segments={segments!r} and every_n_layers={every_n_layers}. Choose one."
-            )
+        check_choice("ActivationCheckpointing(determinism_check)", determinism_check, ("outputs", "operators", "none"))
         self.layers = layers
         self.every_n_layers = every_n_layers
         self.save = save
@@ -151,11 +262,11 @@ class ActivationCheckpointing(FitTechnique):
         self._handle: CheckpointingHandle | None = None
         self._is_policy_unproven = False
         self._budgeted: BudgetedCheckpointing | None = None
-        self._compiled: CompiledLayersBudget | None = None
+        self._compiled: CompiledBudget | None = None
         self._context: AroundStep | None = None
         self._batch: Any = None  # of the step that is about to be observed
         self._plan: CheckpointPlan | None = None  # made in the step, and not applied yet
-        self._planned_bytes = -1  # of the largest batch a plan was made for
+        self._planned_sizes: list[int] = []  # the most of each of ``_sizes_of`` a batch that a plan was made for
         self.layer_table = ""
 
     @override
@@ -164,10 +275,10 @@ class ActivationCheckpointing(FitTechnique):
     ) -> None:
         if self._offload is not None:
             self._offload.keep_in_place(batch)
-        is_planned = self._planned_bytes >= 0
-        if self._budgeted is None or (is_planned and trainer.world_size > 1):  # ranks must recompute the same layers
-            return
-        if self._budgeted.is_outgrown or _count_bytes(batch) > self._planned_bytes:
+        if self._budgeted is None or (self._planned_sizes and trainer.world_size > 1):
+            return  # ranks must recompute the same layers: several keep the plan that they have made together
+        pairs = zip_longest(_sizes_of(batch), self._planned_sizes, fillvalue=0)
+        if not self._planned_sizes or any(size > planned for size, planned in pairs):
             self._batch = batch
 
     @override
@@ -176,7 +287,7 @@ class ActivationCheckpointing(FitTechnique):
     ) -> None:
         if self._plan is not None and self._budgeted is not None:
             # Not before: an outer checkpoint of the user's recomputes the layers in the backward, as they were.
-            self._budgeted.apply(self._plan.decisions, is_guarded=trainer.world_size == 1)
+            self._budgeted.apply(self._plan.decisions)
             if self._offload is not None:
                 self._offload.apply(self._plan)
             self._plan = None
@@ -192,7 +303,7 @@ class ActivationCheckpointing(FitTechnique):
     def __getstate__(self) -> dict[str, object]:
         # A copy of the callback has not changed any module.
         run = ("_handle", "_budgeted", "_compiled", "_context", "_batch", "_plan", "_offload")
-        return {**vars(self), **dict.fromkeys(run), "_planned_bytes": -1}
+        return {**vars(self), **dict.fromkeys(run), "_planned_sizes": []}
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
@@ -221,9 +332,14 @@ class ActivationCheckpointing(FitTechnique):
         if is_compiled(pl_module):
             if are_compiled(pl_module, self._handle.selection.layers):
                 self._handle.remove()  # the compiler recomputes
-                self._compiled = CompiledLayersBudget(
-                    trainer, str(self.budget), self._budget_bytes, offloads=self._offload_bytes is not None
-                )
+                if self._offload_bytes is not None:
+                    raise MisconfigurationException(
+                        "ActivationCheckpointing(remedies=('recompute', 'offload')) does not work with compiled "
+                        "layers, where the compiler chooses what to save. Leave out 'offload' or torch.compile."
+                    )
+                self._compiled = CompiledBudget(pl_module, self._budget_bytes)
+                around = partial(self._compiled_step, self._compiled)
+                self._context = AroundStep(trainer.strategy, "training_step", Depth.OBSERVATION, around)
                 return
             self._handle.leave_to_compiler()  # what else is compiled
         if self._offload_bytes is not None:
@@ -247,7 +363,7 @@ class ActivationCheckpointing(FitTechnique):
             return
         with self._budgeted.observing(batch), self._offload.timed() if self._offload is not None else nullcontext():
             yield
-        is_first = self._planned_bytes < 0
+        is_first = not self._planned_sizes
         offload_bytes = self._offload.bus_bytes(self._budgeted) if self._offload is not None else 0
         try:
             plan = share_largest(partial(self._budgeted.plan, offload_bytes))
@@ -259,13 +375,25 @@ class ActivationCheckpointing(FitTechnique):
         if plan is None:
             return  # no layer ran: the next step may show more
         self._plan, self.layer_table = plan, plan.table
-        self._planned_bytes = max(self._planned_bytes, _count_bytes(batch))
+        sizes = _sizes_of(batch)
+        self._planned_sizes = [max(pair) for pair in zip_longest(sizes, self._planned_sizes, fillvalue=0)]
         title = f"ActivationCheckpointing(budget={self.budget!r}) planned"
         if is_first:
             rank_zero_info(f"{title}:\n{plan.table}")
         elif plan.decisions:
-            sizes = f"a batch of {format_bytes(_count_bytes(batch))}: {format_bytes(plan.peak_bytes)} of activations"
-            rank_zero_info(f"{title} again, for {sizes}, {plan.recompute_share:.0%} of the forward is recomputed.")
+            what = f"a batch of {format_bytes(sizes[0])}: {format_bytes(plan.peak_bytes)} of activations"
+            rank_zero_info(f"{title} again, for {what}, {plan.recompute_share:.0%} of the forward is recomputed.")
+
+    @contextmanager
+    def _compiled_step(self, compiled: CompiledBudget, batch: object, *_: object, **__: object) -> Iterator[None]:
+        was_done = compiled.is_done
+        try:
+            with compiled.step(batch):
+                yield
+        except CompiledBudgetError as error:
+            raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
+        if compiled.is_done and not was_done:
+            _report_share(f"ActivationCheckpointing(budget={self.budget})", compiled.budget_bytes, compiled.search)
 
     @override
     def _undo(self) -> None:
@@ -273,7 +401,7 @@ class ActivationCheckpointing(FitTechnique):
             if undone is not None:
                 undone.remove()
         self._context = self._handle = self._budgeted = self._compiled = self._batch = self._plan = self._offload = None
-        self._planned_bytes = -1
+        self._planned_sizes = []
 
     def _check_budget(self) -> int | None:
         if self.budget is None:
@@ -294,8 +422,11 @@ class ActivationCheckpointing(FitTechnique):
         return budget_bytes
 
 
-def _count_bytes(batch: object) -> int:
-    return sum(tensor.nbytes for tensor in iterate_tensors(batch))
+def _sizes_of(batch: object) -> list[int]:
+    """Return the bytes of the tensors in a batch, and the largest size among them along each dimension."""
+    tensors = [tensor.values() if tensor.layout is torch.jagged else tensor for tensor in iterate_tensors(batch)]
+    sizes = zip_longest(*(tensor.shape for tensor in tensors), fillvalue=0)
+    return [sum(tensor.nbytes for tensor in tensors), *map(max, sizes)]
 
 
 def _describe(selection: LayerSelection) -> str:

@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_positive_int
+from lightning_vram.argument_checks import check_choice, check_number, check_positive_int
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique
 from lightning_vram.core.patching import MethodPatch
 from lightning_vram.memory.device.accelerators import free_memory_of
 from lightning_vram.memory.host import available_host_bytes
-from lightning_vram.memory.leaks.holders import read_attributes
 from lightning_vram.memory.leaks.search import Leak, LeakSearch, LiveBytes, Program
 from lightning_vram.memory.units import format_bytes, parse_bytes
 from lightning_vram.private_names.dispatcher import is_compiled
@@ -37,15 +36,12 @@ def names_by_id(trainer: pl.Trainer) -> dict[int, str]:
     names = {id(trainer): "trainer"}
     for index, optimizer in enumerate(trainer.optimizers):
         names[id(optimizer)] = f"trainer.optimizers[{index}]"
-    return names | {id(thing): name for name, thing in attribute_owners(trainer)}
-
-
-def attribute_owners(trainer: pl.Trainer) -> Iterator[tuple[str, object]]:
-    """Yield the module, its submodules, callbacks, loggers and the data module, with their names."""
-    for things in (trainer.callbacks, trainer.loggers, [trainer.datamodule]):  # type: ignore[attr-defined]
-        yield from ((type(thing).__name__, thing) for thing in things if thing is not None)
+    for thing in (*trainer.callbacks, *trainer.loggers, trainer.datamodule):  # type: ignore[attr-defined]
+        if thing is not None:
+            names[id(thing)] = type(thing).__name__
     for name, module in trainer.lightning_module.named_modules():
-        yield f"self.{name}" if name else "self", module
+        names[id(module)] = f"self.{name}" if name else "self"
+    return names
 
 
 def lasting_tensors(trainer: pl.Trainer) -> Iterator[Tensor]:
@@ -61,7 +57,6 @@ def lasting_tensors(trainer: pl.Trainer) -> Iterator[Tensor]:
 
 _LEAST_PATIENCE = 5  # fewer steps grow by chance
 _BATCHES_IF_UNKNOWN = 10_000  # to the end of an epoch whose length no loader tells
-_ACTIONS = ("warn", "raise")
 _STEPS = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
 _EVALUATIONS = {"validation_step": "validate", "test_step": "test", "predict_step": "predict"}
 
@@ -75,10 +70,10 @@ class LeakDetector(FitTechnique):
 
     Allocated bytes of device and host are read after each optimizer step, and after each batch of validation, test
     and prediction. If they grow steadily, one step is traced. A leak is a tensor of that step that is still alive
-    ``patience`` steps later while memory keeps growing, or an attribute that grows each time. Autograd graphs are
-    reported at once. Other tensors, such as collected outputs or metric lists, are reported only if they outlive the
-    epoch and grow in the next one, or if they would cause an out-of-memory error before its end. Each leak is reported
-    once, on every rank that finds it. Training does not change, and nothing is stored in checkpoints.
+    ``patience`` steps later while memory keeps growing. Autograd graphs are reported at once. Other tensors, such as
+    collected outputs or metric lists, are reported only if they outlive the epoch and grow in the next one, or if they
+    would cause an out-of-memory error before its end. Each leak is reported once, on every rank that finds it. Training
+    does not change, and nothing is stored in checkpoints.
 
     Three mistakes that waste memory without growth are warned of, once each: an evaluation step that returns a tensor
     with its graph; parameters without an optimizer that receive gradients, such as a teacher without
@@ -116,11 +111,8 @@ class LeakDetector(FitTechnique):
         on_leak: Literal["warn", "raise"] = "warn",
         min_bytes_per_step: int | str = "4KiB",
     ) -> None:
-        check_positive_int("LeakDetector(patience)", patience)
-        if patience < _LEAST_PATIENCE:
-            raise ValueError(f"LeakDetector(patience) must be at least {_LEAST_PATIENCE}, got {patience}.")
-        if on_leak not in _ACTIONS:
-            raise ValueError(f"LeakDetector(on_leak) must be 'warn' or 'raise', got {on_leak!r}.")
+        check_number("LeakDetector(patience)", patience, int, "an int", at_least=_LEAST_PATIENCE)
+        check_choice("LeakDetector(on_leak)", on_leak, ("warn", "raise"))
         self.patience = patience
         self.on_leak = on_leak
         self.min_bytes_per_step = parse_bytes(min_bytes_per_step, "LeakDetector(min_bytes_per_step)")
@@ -149,7 +141,6 @@ class LeakDetector(FitTechnique):
             names=partial(names_by_id, trainer),
             follows_operators=not is_compiled(trainer.lightning_module),
             room=partial(_available_bytes, trainer),
-            attributes=lambda: read_attributes(attribute_owners(trainer)),
         )
         reported: set[str] = set()
         self._searches = {

@@ -1,8 +1,7 @@
 """One reading of memory during a run, as it is logged, written to a file and reported."""
 
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -84,52 +83,12 @@ def read_measurements(path: str | Path) -> list[Measurement]:
     # not splitlines(), for which a line ends at characters that may stand in a name
     for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
         try:
-            values = json.loads(line)
-            _check_values(values)
-            measurements.append(Measurement(**values))
-        except (json.JSONDecodeError, RecursionError):
-            raise ValueError(f"{path}, line {number} is not a VRAMMonitor measurement: it is not JSON.") from None
-        except (TypeError, ValueError) as error:
+            measurements.append(Measurement(**json.loads(line)))
+        except (json.JSONDecodeError, RecursionError, TypeError) as error:
             raise ValueError(f"{path}, line {number} is not a VRAMMonitor measurement: {error}") from None
     if not measurements:
         raise ValueError(f"{path} contains no measurements.")
     return measurements
-
-
-def _check_values(values: Any) -> None:
-    if not isinstance(values, dict):
-        raise ValueError(f"it must be a JSON object, got {type(values).__name__}")
-    for name, value in values.items():
-        what, is_right = _KINDS.get(name, ("", lambda _: True))  # unknown names are refused by the class
-        if not is_right(value):
-            raise ValueError(f"{name} must be {what}, got {value!r:.80}")
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63  # what a driver counts in
-
-
-_Kind = tuple[str, Callable[[Any], bool]]
-_TEXT: _Kind = ("a text", lambda value: isinstance(value, str))
-_COUNT: _Kind = ("an int of at least 0", _is_count)
-_SIZE: _Kind = ("a number of bytes", _is_count)
-_SIZE_OR_NULL: _Kind = ("a number of bytes or null", lambda value: value is None or _is_count(value))
-_TABLE: _Kind = (
-    "an object of numbers of bytes",
-    lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
-)
-_SECONDS: _Kind = (
-    "a number of seconds or null",
-    lambda value: value is None or (type(value) in (int, float) and 0 <= value < math.inf),
-)
-_KINDS: dict[str, _Kind] = {
-    **dict.fromkeys(("stage", "device", "source"), _TEXT),
-    **dict.fromkeys(("epoch", "batch_idx", "step"), _COUNT),
-    **dict.fromkeys(_PLAIN_SIZES, _SIZE_OR_NULL),
-    **dict.fromkeys(("allocated_bytes", "peak_allocated_bytes"), _SIZE),
-    **dict.fromkeys(("peak_by_phase", "peak_by_category", "peak_by_module"), _TABLE),
-    "seconds_per_batch": _SECONDS,
-}
 
 
 def largest(measurements: Iterable[Measurement]) -> Measurement:

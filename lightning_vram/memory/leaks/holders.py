@@ -1,16 +1,130 @@
-"""What keeps the storages of a step alive that has long ended."""
+"""Storages that were allocated in a watched step: where, which of them are alive later, and what keeps them."""
 
 import gc
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
 
-from lightning_vram.memory.leaks.allocations import AllocationTracker, live_tensors, storages_of
-from lightning_vram.private_names.torch import ends_of_graph, number_of, storage_key, tree_leaves
+from lightning_vram.memory.storages import ByStorage, iterate_storages
+from lightning_vram.memory.tracking.operator_listener import StorageSubscriber
+from lightning_vram.memory.tracking.tracker import Ledger, follow_modules
+from lightning_vram.private_names.torch import ends_of_graph, num_nodes, number_of, storage_key
+
+_LIBRARIES = sys.stdlib_module_names | {
+    *("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_vram")
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a storage was made."""
+
+    module: str = ""  # name of the innermost module whose forward ran; empty for the root and outside of any
+    line: str = ""  # innermost line of the user's, ``"model.py:42 in training_step"``; empty in the backward
+
+    def __str__(self) -> str:
+        """``net.0, model.py:42 in training_step``."""
+        return ", ".join(filter(None, [self.module, self.line])) or "place unknown"
+
+
+def storages_of(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages behind tensors that take memory: not those of fake tensors, which compilers keep."""
+    for tensor in tensors:
+        try:
+            found = [storage for storage, _ in iterate_storages(tensor) if storage.device.type != "meta"]
+        except (AttributeError, RuntimeError, NotImplementedError):  # half made, or of a transform
+            continue
+        yield from found
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those that called it, those of libraries left out."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
+            yield frame
+        frame = frame.f_back
+
+
+class StepWatch(StorageSubscriber):
+    """Storages made from before one step to before the next: :meth:`finish` ends it. Followed steps run uncompiled."""
+
+    takes_apart = True
+    known: ByStorage[Site]
+
+    def __init__(self, module: nn.Module, *, follows_operators: bool) -> None:
+        super().__init__(ByStorage())
+        self.nodes = range(0)  # of the graph of the step, by number
+        self.is_finished = False
+        self._module = module
+        self._follows_operators = follows_operators
+        self._old_keys = {storage_key(storage) for storage in storages_of(live_tensors())}
+        self._first_node = num_nodes()
+        self._place = Ledger()  # of which only the name of the module is used
+        self._outer: set[FrameType] = set()  # frames that were there before the step, and made nothing of it
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Follow the operators of the step inside the block, if they may be."""
+        if not self._follows_operators or self.is_finished:
+            yield
+            return
+        self._outer.update(_frames(sys._getframe(1)))
+        with ExitStack() as stack:
+            stack.callback(self._outer.clear)
+            stack.callback(self._place.close)
+            follow_modules(stack, self._place, self._module, lambda: None)
+            stack.enter_context(self)
+            yield
+
+    @override
+    def on_storage(self, func: Any, storage: torch.UntypedStorage, device: torch.device) -> None:
+        if storage.device.type != "meta":
+            self.known.note_storage(storage, Site(self._place.module, self._line_of_user()))
+
+    def _line_of_user(self) -> str:
+        """Return the innermost line of the user's code that runs now; empty if it is none inside of the step."""
+        for frame in _frames(sys._getframe(1)):
+            if frame in self._outer:
+                return ""
+            if not frame.f_code.co_filename.startswith("<"):
+                return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        return ""
+
+    def finish(self, held: Callable[[], Iterable[Tensor]]) -> None:
+        """End with the step; ``held`` returns what may be new and stay: parameters, gradients, optimizer states."""
+        self.nodes = range(self._first_node, num_nodes())
+        for storage in storages_of(live_tensors()):
+            if storage_key(storage) not in self._old_keys and self.known.find_storage(storage) is None:
+                self.known.note_storage(storage, Site())
+        for storage in storages_of(held()):
+            self.known.drop_storage(storage)
+        self._old_keys.clear()
+        self.is_finished = True
+
+    def alive(self) -> dict[int, tuple[int, Site]]:
+        """Return bytes and site of the storages that are alive, by their key."""
+        return {storage_key(storage): (int(storage.nbytes()), site) for storage, site in self.known.items()}
+
+
+def live_tensors() -> list[Tensor]:
+    """Return the tensors that Python can see."""
+    kinds = {Tensor}
+    waiting = [Tensor]
+    while waiting:
+        new = set(waiting.pop().__subclasses__()) - kinds
+        kinds |= new
+        waiting += new
+    return [thing for thing in gc.get_objects() if type(thing) in kinds]
+
 
 _MAX_DEPTH = 14
 _MAX_WIDTH = 20_000  # objects per level: beyond, chance paths through large tables
@@ -187,13 +301,9 @@ class Holder:
     has_graph: bool  # whether the graph of the step is kept, which seldom is meant
     is_metric: bool  # whether it is the state of a metric, which goes with the metric's ``reset``
     is_bounded: bool  # whether it is in a deque with a length, which is no leak however long it fills
-    is_measured: bool = False  # whether only its size tells: it grows, and what it held is not followed
 
     def __str__(self) -> str:
         """One sentence, and what to do."""
-        if self.is_measured:
-            what = f"a {self.container} of {self.num_items} items" if self.container else "reallocated at each step"
-            return f"{self.path}: {what}, larger each time. Clear it, or limit its length."
         if self.is_metric:
             what = f"list state of a metric, {self.num_items} items" if self.container else "state of a metric"
             if self.has_graph:
@@ -208,10 +318,10 @@ class Holder:
         return f"{self.path}: a {self.container} of {self.num_items} items, {graphs}. Store value.detach() instead."
 
 
-def find_holders(births: AllocationTracker, names: Mapping[int, str]) -> list[Holder]:
+def find_holders(watch: StepWatch, names: Mapping[int, str]) -> list[Holder]:
     """Name what keeps the storages that are left of a step, unless only C++ sees it. Takes some tenths of a second."""
     gc.collect()  # what only a cycle keeps is kept by nobody
-    targets, with_graph = _targets(births)
+    targets, with_graph = _targets(watch)
     found: dict[str, Holder] = {}
     for chain in find_chains(targets, names, ignored=[targets]):
         holder = _describe(chain, names, has_graph=not chain.covers.isdisjoint(with_graph))
@@ -219,23 +329,20 @@ def find_holders(births: AllocationTracker, names: Mapping[int, str]) -> list[Ho
     return list(found.values())
 
 
-def keeps_graph(births: AllocationTracker) -> bool:
+def keeps_graph(watch: StepWatch) -> bool:
     """Whether a tensor that Python can see has nodes of the graph of the step: also where their tensors are gone."""
-    return any(_reaches(tensor, births.nodes) for tensor in live_tensors())
+    return any(_reaches(tensor, watch.nodes) for tensor in live_tensors())
 
 
-def _targets(births: AllocationTracker) -> tuple[list[Tensor], set[int]]:
+def _targets(watch: StepWatch) -> tuple[list[Tensor], set[int]]:
     """Return the tensors that keep most, and the ``id`` of those that keep the graph of the step."""
-    alive = births.alive()
+    alive = watch.alive()
     sizes: dict[int, int] = {}
     with_graph: set[int] = set()
     tensors = live_tensors()
     for tensor in tensors:
-        try:
-            size = sum(alive.get(storage_key(storage), (0,))[0] for storage in storages_of([tensor]))
-        except (AttributeError, RuntimeError, NotImplementedError):  # half made, or of a transform
-            continue
-        if _reaches(tensor, births.nodes):
+        size = sum(alive.get(storage_key(storage), (0,))[0] for storage in storages_of([tensor]))
+        if _reaches(tensor, watch.nodes):
             with_graph.add(id(tensor))
         if size or id(tensor) in with_graph:
             sizes[id(tensor)] = size
@@ -297,85 +404,3 @@ def _tensors(item: Any) -> Iterator[Tensor]:
         yield item
     else:
         yield from (part for part in gc.get_referents(item) if is_a(part, Tensor))
-
-
-_LOOKED_AT_BY_THEMSELVES = ("_modules", "_parameters")  # tables of nn.Module
-_BUFFERS = "_buffers"  # are attributes, too
-
-
-@dataclass(frozen=True)
-class HeldMemory:
-    """What an attribute holds."""
-
-    num_bytes: int = 0  # of its tensors and arrays, on all devices together
-    container: str = ""  # its class, if it has several items; else empty
-    num_items: int = 0  # of the container
-
-
-def iterate_attributes(name: str, owner: object) -> Iterator[tuple[str, Any]]:
-    """Yield attributes and buffers with paths such as ``"self.net.outputs"``; no parameters and submodules."""
-    for attribute, value in list(getattr(owner, "__dict__", {}).items()):
-        if attribute == _BUFFERS:
-            yield from ((f"{name}.{key}", buffer) for key, buffer in value.items())
-        elif attribute not in _LOOKED_AT_BY_THEMSELVES:
-            yield f"{name}.{attribute}", value
-
-
-def read_attributes(owners: Iterable[tuple[str, object]]) -> dict[str, HeldMemory]:
-    """Return what attributes hold in tensors and arrays, by path; not what holds nothing, nor a deque with a length."""
-    values = (pair for name, owner in owners for pair in iterate_attributes(name, owner))
-    return {path: held for path, value in values if (held := _held(value)).num_bytes}
-
-
-def _held(value: Any) -> HeldMemory:
-    if isinstance(value, deque) and value.maxlen is not None:
-        return HeldMemory()
-    try:
-        leaves = tree_leaves(value)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        sizes = {storage_key(storage): int(storage.nbytes()) for storage in storages_of(tensors)}
-    except (AttributeError, RuntimeError):  # a list that contains itself; tensors that are half made
-        return HeldMemory()
-    of_arrays = sum(_array_bytes(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
-    is_container = isinstance(value, dict | list | tuple | deque) and len(value) > 1
-    num_bytes = sum(sizes.values()) + of_arrays
-    return HeldMemory(num_bytes, type(value).__name__, len(value)) if is_container else HeldMemory(num_bytes)
-
-
-def _array_bytes(leaf: Any) -> int:
-    num_bytes = getattr(leaf, "nbytes", 0) if type(leaf).__name__ == "ndarray" else 0  # of NumPy, or of its kin
-    return num_bytes if isinstance(num_bytes, int) else 0
-
-
-class GrowingAttributes:
-    """Attributes that have grown by ``min_bytes`` per step from look to look, since the first."""
-
-    def __init__(self, read: Callable[[], Mapping[str, HeldMemory]], min_bytes: int, step: int) -> None:
-        self._read = read
-        self._min_bytes = min_bytes
-        self._first_step = self._last_step = step
-        self._first = read()
-        self._grown: dict[str, HeldMemory] | None = None  # at the last look, after the first
-
-    def look(self, step: int) -> dict[str, tuple[HeldMemory, int]]:
-        """Return, by path, what has grown since the last look, and the bytes per step since the first."""
-        least_bytes = self._min_bytes * max(1, step - self._last_step)
-        before = self._first if self._grown is None else self._grown
-        self._grown = {
-            path: held
-            for path, held in self._read().items()
-            if (self._grown is None or path in before)
-            and held.num_bytes - before.get(path, HeldMemory()).num_bytes >= least_bytes
-        }
-        self._last_step = step
-        num_steps = max(1, step - self._first_step)
-        return {
-            path: (held, (held.num_bytes - self._first.get(path, HeldMemory()).num_bytes) // num_steps)
-            for path, held in self._grown.items()
-        }
-
-
-def as_holders(grown: Mapping[str, tuple[HeldMemory, int]]) -> list[Holder]:
-    """Return what :meth:`GrowingAttributes.look` has found as holders."""
-    kind = {"has_graph": False, "is_metric": False, "is_bounded": False, "is_measured": True}
-    return [Holder(path, held.container, held.num_items, 0, **kind) for path, (held, _) in grown.items()]

@@ -2,14 +2,13 @@
 
 Steady growth starts a watch of one step. Storages of it that are alive ``patience`` steps later, while memory still
 grows, are a leak. What keeps a graph is reported at once; anything else if it outlives the epoch and grows in the next
-one as well, or if memory would run out before. If nothing is left of several steps, attributes are measured.
+one as well, or if memory would run out before.
 """
 
 import ctypes
 import statistics
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -19,19 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_vram.memory.device.accelerators import has_statistics
-from lightning_vram.memory.leaks.allocations import AllocationTracker, Site, StepWatch
-from lightning_vram.memory.leaks.holders import (
-    GrowingAttributes,
-    HeldMemory,
-    Holder,
-    as_holders,
-    find_holders,
-    keeps_graph,
-)
+from lightning_vram.memory.leaks.holders import Holder, Site, StepWatch, find_holders, keeps_graph
 from lightning_vram.memory.units import MIB, format_bytes
 
-_FREE_SECONDS = 1.0  # for tests, and short runs
-_SHARE = 0.005  # of the time
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
 
@@ -58,29 +47,6 @@ class LiveBytes:
         return {name: count() for name, count in self._counters.items()}
 
 
-class Pace:
-    """Says in which steps to count, so that counting takes little of the time."""
-
-    def __init__(self) -> None:
-        self.stride = 1  # in steps
-        self._start = time.perf_counter()
-        self._spent = 0.0
-
-    def is_due(self, step: int) -> bool:
-        """Whether a step is to be counted."""
-        return step % self.stride == 0
-
-    def slow_down(self, seconds: float) -> bool:
-        """Note what a count has taken. Returns whether the stride has doubled."""
-        now = time.perf_counter()
-        self._spent += seconds
-        is_slower = self._spent > _FREE_SECONDS + _SHARE * (now - self._start)
-        if is_slower:
-            self.stride *= 2
-            self._spent, self._start = _FREE_SECONDS, now
-        return is_slower
-
-
 def _host_counter() -> Callable[[], int] | None:
     """Return what counts the host's memory; ``None`` where tensors do not come from glibc."""
     read_info = getattr(_c_library(), "mallinfo2", None)
@@ -105,64 +71,51 @@ def _c_library() -> ctypes.CDLL | None:
         return None
 
 
-_STRIDE = 16  # of the coarse series: growth by leaps, or below the noise of single steps
 _NUM_DEVIATIONS = 4.0  # that chance gets to once in 30,000
 
 
 class Growth:
-    """``length`` counts at equal moments, and the least of each 16; growth starts at ``min_bytes`` per count."""
+    """The last ``length`` counts; growth starts at ``min_bytes`` per count."""
 
     def __init__(self, length: int, min_bytes: int) -> None:
-        self._length = length
         self._min_bytes = min_bytes
-        self._fine: deque[int] = deque(maxlen=length)
-        self._coarse: deque[int] = deque(maxlen=length)
-        self._block: list[int] = []
+        self._counts: deque[int] = deque(maxlen=length)
 
     def add(self, count: int) -> None:
         """Note the next count."""
-        self._fine.append(count)
-        self._block.append(count)
-        if len(self._block) == _STRIDE:
-            self._coarse.append(min(self._block))
-            self._block.clear()
+        self._counts.append(count)
 
     def restart(self) -> None:
         """Forget all counts."""
-        for counts in (self._fine, self._coarse, self._block):
-            counts.clear()
+        self._counts.clear()
 
     @property
     def is_full(self) -> bool:
         """Whether there are as many counts as decide."""
-        return len(self._fine) == self._length
+        return len(self._counts) == self._counts.maxlen
 
-    def steady_bytes(self) -> int | None:
-        """Return by how much each count is larger than the last, if they grow steadily; ``None`` if not."""
-        for counts, stride in ((self._fine, 1), (self._coarse, _STRIDE)):
-            slope = self._steady_slope(list(counts)) if len(counts) == self._length else None
-            if slope is not None and slope >= self._min_bytes * stride:
-                return int(slope / stride)
-        return None
+    def steady_bytes(self) -> int:
+        """Return by how much each count is larger than the last, if they grow steadily; 0 if not.
 
-    def goes_on(self) -> bool:
-        """Whether the later half is above the earlier by half of the least growth. Ask it if :attr:`is_full`."""
-        half = self._length // 2
-        counts = list(self._fine)
-        return min(counts[-half:]) - min(counts[:half]) >= self._min_bytes * half // 2
-
-    def _steady_slope(self, counts: Sequence[int]) -> float | None:
-        """Return the slope of Theil and Sen, if the trend of Mann and Kendall is beyond chance."""
-        half = len(counts) // 2
-        if min(counts[half:]) <= min(counts[:half]):
-            return None  # the usual case, at once
-        number = len(counts)
+        The slope of Theil and Sen, if the trend of Mann and Kendall is beyond chance.
+        """
+        counts, number = list(self._counts), len(self._counts)
+        half = number // 2
+        if not self.is_full or min(counts[half:]) <= min(counts[:half]):
+            return 0  # the usual case, at once
         pairs = list(combinations(range(number), 2))
         trend = sum((counts[late] > counts[early]) - (counts[late] < counts[early]) for early, late in pairs)
         deviation = sqrt(number * (number - 1) * (2 * number + 5) / 18)
         if trend < min(_NUM_DEVIATIONS * deviation, len(pairs)):
-            return None
-        return statistics.median((counts[late] - counts[early]) / (late - early) for early, late in pairs)
+            return 0
+        slope = statistics.median((counts[late] - counts[early]) / (late - early) for early, late in pairs)
+        return int(slope) if slope >= self._min_bytes else 0
+
+    def goes_on(self) -> bool:
+        """Whether the later half is above the earlier by half of the least growth. Ask it if :attr:`is_full`."""
+        counts = list(self._counts)
+        half = len(counts) // 2
+        return min(counts[-half:]) - min(counts[:half]) >= self._min_bytes * half // 2
 
 
 _STEPS_TO_SETTLE = 2  # gradients and results of a step are freed with the next one, or the one after
@@ -197,7 +150,6 @@ class Program:
     names: Callable[[], Mapping[int, str]]  # returns names by ``id`` of what references are followed from
     follows_operators: bool  # whether a dispatch mode may follow a step
     room: Callable[[], float]  # returns free memory in bytes
-    attributes: Callable[[], Mapping[str, HeldMemory]] = dict  # returns what each attribute holds, by its path
 
 
 class LeakSearch:
@@ -208,15 +160,12 @@ class LeakSearch:
         self._patience = patience
         self._min_bytes = min_bytes
         self._growth: dict[str, Growth] = {}
-        self._pace = Pace()
         self._num_steps = 0
         self._next_watch = self._pause = patience
         self._is_armed = False  # the next step is to be watched
         self._watch: StepWatch | None = None
         self._has_watched_step = False  # and not yet looked at what is left
         self._num_tries = 0
-        self._attributes: GrowingAttributes | None = None  # since the first try
-        self._only_measures = False  # attributes, since nothing was left of the steps
         self._slope = 0  # in bytes per step, when the search began
         self._age = 0  # in steps, of the watched one
         self._has_outlived_epoch = False
@@ -249,13 +198,9 @@ class LeakSearch:
             return None
         self._age += 1
         if self._age == _STEPS_TO_SETTLE:
-            self._settle(self._watch.births)
-            return None
-        is_next_epoch = self._has_outlived_epoch and self._age == _STEPS_TO_SETTLE + 1
-        if self._only_measures and is_next_epoch and not self._grown_attributes():
-            self._give_up()  # the epoch has emptied what was measured
+            self._settle(self._watch)
         elif self._age - _STEPS_TO_SETTLE >= self._patience and all(one.is_full for one in self._growth.values()):
-            return self._judge(self._watch.births, num_steps_left)
+            return self._judge(self._watch, num_steps_left)
         return None
 
     def end_epoch(self) -> None:
@@ -267,21 +212,13 @@ class LeakSearch:
             self._restart()
 
     def _count(self) -> None:
-        if not self._pace.is_due(self._num_steps):
-            return
-        start = time.perf_counter()
         for name, num_bytes in self._program.count().items():
             self._growth.setdefault(name, Growth(self._patience, self._min_bytes)).add(num_bytes)
-        if self._pace.slow_down(time.perf_counter() - start):
-            least = self._min_bytes * self._pace.stride
-            self._growth = {name: Growth(self._patience, least) for name in self._growth}
 
     def _begin(self) -> None:
         self._is_armed = self._has_watched_step = False
         self._watch = StepWatch(self._program.module, follows_operators=self._program.follows_operators)
         self._age, self._has_outlived_epoch, self._found = 0, False, None
-        if self._num_tries == 0:
-            self._attributes = GrowingAttributes(self._program.attributes, self._min_bytes, self._num_steps)
 
     def _finish(self) -> None:
         if self._watch is not None and self._has_watched_step:
@@ -290,40 +227,33 @@ class LeakSearch:
 
     def _give_up(self) -> None:
         """Wait twice as long as the last time, so that all looks together cost little."""
-        self._watch, self._found, self._num_tries, self._only_measures = None, None, 0, False
+        self._watch, self._found, self._num_tries = None, None, 0
         self._pause *= 2
         self._next_watch = self._num_steps + self._pause
         self._restart()
 
-    def _settle(self, births: AllocationTracker) -> None:
-        """Go on with what is left of the step; else watch another one, or follow attributes that have grown."""
-        if self._is_left(births):
+    def _settle(self, watch: StepWatch) -> None:
+        """Go on with what is left of the step; else watch another one."""
+        if self._is_left(watch):
             self._restart()
             return
         self._num_tries += 1
         if self._num_tries < _MAX_TRIES:
             self._watch, self._is_armed = None, True
-        elif self._grown_attributes():
-            self._only_measures = True
-            self._restart()
         else:
             self._give_up()
 
-    def _judge(self, births: AllocationTracker, num_steps_left: float) -> Leak | None:
-        grown = self._grown_attributes() if self._only_measures else {}
+    def _judge(self, watch: StepWatch, num_steps_left: float) -> Leak | None:
         goes_on = not self._growth or any(growth.goes_on() for growth in self._growth.values())
-        if not goes_on or not (grown or self._is_left(births)):
+        if not goes_on or not self._is_left(watch):
             self._give_up()
             return None
-        if grown:
-            self._found = as_holders(grown)
-        elif self._found is None or self._has_outlived_epoch:
-            self._found = find_holders(births, self._program.names()) or as_holders(self._grown_attributes())
-        # what only a cycle kept is gone
-        left_bytes = sum(num_bytes for _, num_bytes in grown.values()) or _left_bytes(births)
+        if self._found is None or self._has_outlived_epoch:
+            self._found = find_holders(watch, self._program.names())
+        left_bytes = _left_bytes(watch)  # what only a cycle kept is gone
         runs_out = (self._slope or left_bytes) * num_steps_left > self._program.room()
         is_sure = left_bytes >= self._min_bytes and (self._has_outlived_epoch or runs_out)
-        leak = self._leak(births, left_bytes, is_sure=is_sure)
+        leak = self._leak(watch, left_bytes, is_sure=is_sure)
         if leak is not None or self._has_outlived_epoch:
             self._give_up()
         else:  # until memory runs out, or the epoch
@@ -331,7 +261,7 @@ class LeakSearch:
             self._restart()
         return leak
 
-    def _leak(self, births: AllocationTracker, left_bytes: int, *, is_sure: bool) -> Leak | None:
+    def _leak(self, watch: StepWatch, left_bytes: int, *, is_sure: bool) -> Leak | None:
         """Return what is to be reported: what keeps a graph, and what else is sure."""
         found = self._found or []
         new = [holder for holder in found if (is_sure or holder.has_graph) and not holder.is_bounded]
@@ -346,20 +276,16 @@ class LeakSearch:
             return None
         self._reported |= {holder.path for holder in holders} or {""}
         self._pause *= 4  # it goes on to grow, and leads to looks
-        return Leak(self._slope or left_bytes, left_bytes, holders, _sites(births))
+        return Leak(self._slope or left_bytes, left_bytes, holders, _sites(watch))
 
-    def _grown_attributes(self) -> dict[str, tuple[HeldMemory, int]]:
-        return {} if self._attributes is None else self._attributes.look(self._num_steps)
-
-    def _is_left(self, births: AllocationTracker) -> bool:
+    def _is_left(self, watch: StepWatch) -> bool:
         """Whether the watched step has left enough behind: tensors, or the nodes of a graph whose tensors are gone."""
-        return _left_bytes(births) >= self._min_bytes or keeps_graph(births)
+        return _left_bytes(watch) >= self._min_bytes or keeps_graph(watch)
 
     def _is_growing(self) -> bool:
         if not self._growth:
             return True  # nobody counts: a step is watched now and then
-        most = max(growth.steady_bytes() or 0 for growth in self._growth.values())
-        self._slope = most // self._pace.stride
+        self._slope = max(growth.steady_bytes() for growth in self._growth.values())
         return self._slope > 0
 
     def _restart(self) -> None:
@@ -367,13 +293,13 @@ class LeakSearch:
             growth.restart()
 
 
-def _left_bytes(births: AllocationTracker) -> int:
-    return sum(size for size, _ in births.alive().values())
+def _left_bytes(watch: StepWatch) -> int:
+    return sum(size for size, _ in watch.alive().values())
 
 
-def _sites(births: AllocationTracker) -> tuple[tuple[Site, int], ...]:
+def _sites(watch: StepWatch) -> tuple[tuple[Site, int], ...]:
     sizes: Counter[Site] = Counter()
-    for size, site in births.alive().values():
+    for size, site in watch.alive().values():
         if site != Site():
             sizes[site] += size
     return tuple(sizes.most_common(_MAX_SITES))

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from typing_extensions import override
 
+from lightning_vram.memory.storages import ByStorage, iterate_storages
 from lightning_vram.private_names.dispatcher import (
     ASK_DEVICE,
     DispatchKey,
@@ -28,6 +29,7 @@ from lightning_vram.private_names.dispatcher import (
     run_operator,
     schema_of,
 )
+from lightning_vram.private_names.torch import tensors_in
 
 RunOperator = Callable[[Any, Any, tuple[Any, ...], dict[str, Any] | None], Any]
 
@@ -46,10 +48,11 @@ def results_of(func: Any) -> Results:
     """Return what ``func``, an overload or a higher-order operator, returns."""
     if not isinstance(func, OpOverload):
         return Results.NEW  # a higher-order operator
-    if func.namespace == "prim":
-        return Results.VIEWS  # questions about a tensor; the dispatcher does not know them
     keys = DispatchKey
-    has_own_kernel = func.has_kernel_for_dispatch_key(keys.CPU) or func.has_kernel_for_dispatch_key(keys.CUDA)
+    try:
+        has_own_kernel = func.has_kernel_for_dispatch_key(keys.CPU) or func.has_kernel_for_dispatch_key(keys.CUDA)
+    except RuntimeError:  # a question about a tensor, such as aten.sym_size: the dispatcher does not know it
+        return Results.VIEWS
     if is_composite_operator(func) and not has_own_kernel:
         return Results.COMPOSED
     schema = schema_of(func)
@@ -128,6 +131,25 @@ class OperatorSubscriber:
 
     def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
         """Called after an operator ran."""
+
+
+class StorageSubscriber(OperatorSubscriber):
+    """Is told of each storage that an operator makes and that a map of known storages does not have yet."""
+
+    def __init__(self, known: ByStorage[Any]) -> None:
+        self.known = known
+
+    def on_storage(self, func: Any, storage: torch.UntypedStorage, device: torch.device) -> None:
+        """Called with a new storage. ``device`` is its tensor's: a fake tensor's storage is on ``meta``."""
+        raise NotImplementedError
+
+    @override
+    def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
+        if results_of(func) is Results.NEW:
+            for tensor in tensors_in(result):
+                for storage, device in iterate_storages(tensor):
+                    if self.known.find_storage(storage) is None:
+                        self.on_storage(func, storage, device)
 
 
 class _OperatorListener(UnwrappedMode):

@@ -1,9 +1,17 @@
 """Recompute chosen layers in the backward, or as much of them as a byte budget asks for. May import: core, memory."""
 
-from lightning_vram.techniques.activation_checkpointing.apply import CheckpointingHandle, apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing, share_largest
+from lightning_vram.techniques.activation_checkpointing.apply import (
+    BudgetedCheckpointing,
+    CheckpointingHandle,
+    apply_activation_checkpointing,
+    share_largest,
+)
 from lightning_vram.techniques.activation_checkpointing.budget_plan import CheckpointPlan
-from lightning_vram.techniques.activation_checkpointing.compiled_budget import CompiledBudget, CompiledBudgetError
+from lightning_vram.techniques.activation_checkpointing.compiled_budget import (
+    CompiledBudget,
+    CompiledBudgetError,
+    ShareSearch,
+)
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy, parse_save
 
 __all__ = [
@@ -13,6 +21,7 @@ __all__ = [
     "CompiledBudget",
     "CompiledBudgetError",
     "SavePolicy",
+    "ShareSearch",
     "apply_activation_checkpointing",
     "parse_save",
     "share_largest",

@@ -9,9 +9,11 @@ The layer changes its class instead of being wrapped, so that names, ``state_dic
 ``torch.compile`` and FSDP2 see the model they know.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +30,20 @@ from lightning_vram.core.layers import (
     thin_out,
 )
 from lightning_vram.core.patching import Swaps
+from lightning_vram.core.ranks import gather_objects
 from lightning_vram.core.rollback import iterate_floating_buffers
 from lightning_vram.private_names.dispatcher import is_left_to_python
+from lightning_vram.techniques.activation_checkpointing.budget_observer import StepObserver
+from lightning_vram.techniques.activation_checkpointing.budget_plan import (
+    NOTHING,
+    CheckpointPlan,
+    Decisions,
+    StepProfile,
+    find_minimum,
+    plan_nothing,
+    predict_peak,
+    solve,
+)
 from lightning_vram.techniques.activation_checkpointing.recomputed_call import (
     DeterminismCheck,
     Observation,
@@ -39,34 +53,27 @@ from lightning_vram.techniques.activation_checkpointing.recomputed_call import (
     drop_empty_caches,
 )
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
-from lightning_vram.techniques.activation_checkpointing.saved_arguments import Arguments
 
 _STATE = "_activation_checkpointing"
 _TRANSFORMERS_SWITCH = "gradient_checkpointing"  # what gradient_checkpointing_enable() sets
 
 _Span = tuple[int, int]
-Guard = Callable[[Recomputing | None, Arguments], Recomputing | None]
-"""Gets how a layer is recomputed (``None``: it is plain) and the arguments of a call; returns how this call is."""
+
+
+@dataclass
+class _Part:
+    """A module that is checkpointed, or a run of children of a Sequential."""
+
+    recomputing: Recomputing | None  # how; ``None``: it runs plain
+    observation: Observation = field(default_factory=Observation)  # what was learned about it
 
 
 @dataclass
 class _State:
     """State of a checkpointed module, in its ``__dict__``: without it the module runs its own forward."""
 
-    spans: tuple[_Span, ...]  # runs of children to checkpoint one by one; empty if the whole module is
+    parts: dict[_Span | None, _Part]  # by span of children, or under ``None`` the whole module
     is_compilable: bool  # whether it may be recomputed in compiled code
-    # how, by span, or under ``None`` for the module; what is absent runs plain
-    recomputing: dict[_Span | None, Recomputing]
-    # who may decide otherwise for a call, by its arguments
-    guards: dict[_Span | None, Guard] = field(default_factory=dict)
-    observations: dict[_Span | None, Observation] = field(default_factory=dict)  # what was learned about each
-
-    def observation(self, span: _Span | None) -> Observation:
-        return self.observations.setdefault(span, Observation())
-
-    def choose(self, span: _Span | None, arguments: Arguments) -> Recomputing | None:
-        recomputing, guard = self.recomputing.get(span), self.guards.get(span)
-        return recomputing if guard is None else guard(recomputing, arguments)
 
 
 class CheckpointingHandle(Swaps):
@@ -77,21 +84,16 @@ class CheckpointingHandle(Swaps):
         self.selection = selection
         self._disabled: list[nn.Module] = []
 
-    def change(self, layer: Layer, recomputing: Recomputing | None, guard: Guard | None = None) -> None:
-        """Recompute ``layer`` as given from its next call on (``None``: plain), unless ``guard`` decides otherwise."""
+    def change(self, layer: Layer, recomputing: Recomputing | None) -> None:
+        """Recompute ``layer`` as given from its next call on (``None``: plain)."""
         state: _State | None = vars(layer.module).get(_STATE)
-        if state is None:
-            return
-        for entries, entry in ((state.recomputing, recomputing), (state.guards, guard)):
-            if entry is None:
-                entries.pop(layer.span, None)
-            else:
-                entries[layer.span] = entry  # type: ignore[assignment]
+        if state is not None:
+            state.parts[layer.span].recomputing = recomputing
 
     def num_saved_results(self) -> int | None:
         """Results of operators that layers kept in their last calls; ``None`` if no call was seen yet."""
-        observations = [o for module in self.modules for o in vars(module)[_STATE].observations.values()]
-        numbers = [observation.num_kept for observation in observations if observation.num_kept is not None]
+        parts = (part for module in self.modules for part in vars(module)[_STATE].parts.values())
+        numbers = [part.observation.num_kept for part in parts if part.observation.num_kept is not None]
         return sum(numbers) if numbers else None
 
     def leave_to_compiler(self) -> None:
@@ -151,74 +153,79 @@ def apply_activation_checkpointing(  # noqa: PLR0913 - the words of the callback
     found = select_segments(model, layers, segments) if segments is not None else select_layers(model, layers)
     handle = CheckpointingHandle(thin_out(found, every_n_layers, skip_last=skip_last))
     with handle.all_or_none():
-        by_module: dict[nn.Module, dict[_Span | None, Recomputing]] = {}
+        parts: dict[nn.Module, dict[_Span | None, _Part]] = {}
         for layer in handle.selection.layers:
-            recomputing = Recomputing(layer.title, save, determinism_check)
-            by_module.setdefault(layer.module, {})[layer.span] = recomputing
-        for module, chosen in by_module.items():
+            part = _Part(Recomputing(layer.title, save, determinism_check))
+            parts.setdefault(layer.module, {})[layer.span] = part
+        for module, chosen in parts.items():
             _swap_class(handle, module, chosen)
     modules = set(handle.modules)
     for module in model.modules():
-        is_switched_on = vars(module).get(_TRANSFORMERS_SWITCH) is True
-        if is_switched_on and not modules.isdisjoint(_family(model, module)):
-            vars(module)[_TRANSFORMERS_SWITCH] = False
-            handle._disabled.append(module)
+        if vars(module).get(_TRANSFORMERS_SWITCH) is True:
+            family = {*module.modules(), *(holder for holder in model.modules() if module in holder.modules())}
+            if not modules.isdisjoint(family):
+                vars(module)[_TRANSFORMERS_SWITCH] = False
+                handle._disabled.append(module)
     return handle
 
 
 def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Stands in for ``module.forward``, which is ``original``."""
-    if not torch.is_grad_enabled() or is_transformed():
+    if not torch.is_grad_enabled():
         return original(*args, **kwargs)
     if torch.compiler.is_compiling():
-        return _run_compiled(state, module, original, args, kwargs)
-    if state.spans:
-        return _run_spans(module, state, *args, **kwargs)  # type: ignore[arg-type]
-    recomputing = state.choose(None, (args, kwargs))
-    if recomputing is None:
+        return original(*args, **kwargs) if is_transformed() else _run_compiled(state, module, original, args, kwargs)
+    if all(part.recomputing is None for part in state.parts.values()) or is_transformed():
         return original(*args, **kwargs)
+    if None not in state.parts:
+        return _run_spans(module, state, *args, **kwargs)  # type: ignore[arg-type]
+    part = state.parts[None]
+    assert part.recomputing is not None
     arguments = drop_empty_caches(module, (args, kwargs))
-    return call_recomputed((module,), original, arguments, state.observation(None), recomputing)
+    return call_recomputed((module,), original, arguments, part.observation, part.recomputing)
 
 
 def _run_compiled(
     state: _State, layer: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Let the compiler's partitioner recompute: it functionalises what a layer writes, and keeps random numbers."""
-    if not state.is_compilable or not state.recomputing:
+    if not state.is_compilable:
         return original(*args, **kwargs)
     args, kwargs = drop_empty_caches(layer, (args, kwargs))
-    if not state.spans:
-        return compiled_checkpoint(state.recomputing[None].save, original, *args, **kwargs)
+    if None in state.parts:
+        return _run_part_compiled(state.parts[None], original, *args, **kwargs)
     (value,) = (*args, *kwargs.values())
-    for run, span in _iterate_runs(layer, state.spans):  # type: ignore[arg-type]
-        whole = functools.partial(_run_in_order, run)
-        is_plain = span is None or span not in state.recomputing
-        value = whole(value) if is_plain else compiled_checkpoint(state.recomputing[span].save, whole, value)
+    for run, part in _iterate_runs(layer, state.parts):  # type: ignore[arg-type]
+        value = _run_part_compiled(part, partial(_run_in_order, run), value)
     return value
+
+
+def _run_part_compiled(part: _Part | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if part is None or part.recomputing is None:
+        return forward(*args, **kwargs)
+    return compiled_checkpoint(part.recomputing.save, forward, *args, **kwargs)
 
 
 def _run_spans(body: nn.Sequential, state: _State, /, input: Any) -> Any:
     """Run a Sequential as its own forward would, each span as one checkpointed layer."""
     value = input
-    for run, span in _iterate_runs(body, state.spans):
-        whole = functools.partial(_run_in_order, run)
-        recomputing = state.choose(span, ((value,), {})) if span is not None else None
-        if recomputing is None:
-            value = whole(value)
+    for run, part in _iterate_runs(body, state.parts):
+        if part is None or part.recomputing is None:
+            value = _run_in_order(run, value)
         else:
-            value = call_recomputed(run, whole, ((value,), {}), state.observation(span), recomputing)
+            whole = partial(_run_in_order, run)
+            value = call_recomputed(run, whole, ((value,), {}), part.observation, part.recomputing)
     return value
 
 
-def _iterate_runs(body: nn.Sequential, spans: Sequence[_Span]) -> list[tuple[list[nn.Module], _Span | None]]:
-    """All children in order, in runs that are a span and runs between spans."""
+def _iterate_runs(body: nn.Sequential, parts: Mapping[Any, _Part]) -> list[tuple[list[nn.Module], _Part | None]]:
+    """All children in order, in runs that are checkpointed and runs between them."""
     children = list(body)
-    runs: list[tuple[list[nn.Module], _Span | None]] = []
+    runs: list[tuple[list[nn.Module], _Part | None]] = []
     done = 0
-    for span in spans:
-        runs += [(children[done : span[0]], None), (children[slice(*span)], span)]
-        done = span[1]
+    for (start, stop), part in parts.items():
+        runs += [(children[done:start], None), (children[start:stop], part)]
+        done = stop
     return [*runs, (children[done:], None)]
 
 
@@ -239,7 +246,7 @@ def _is_compilable(module: nn.Module) -> bool:
     return not is_left_alone and next(iterate_floating_buffers(module), None) is None
 
 
-def _swap_class(handle: Swaps, module: nn.Module, recomputing: dict[_Span | None, Recomputing]) -> None:
+def _swap_class(handle: Swaps, module: nn.Module, parts: dict[_Span | None, _Part]) -> None:
     name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
@@ -247,13 +254,95 @@ def _swap_class(handle: Swaps, module: nn.Module, recomputing: dict[_Span | None
         )
     if _STATE in vars(module):
         raise ValueError(f"layer {name} is checkpointed already. Use one ActivationCheckpointing with several layers.")
-    spans = tuple(span for span in recomputing if span is not None)
     try:
-        handle.add(module, _State(spans, _is_compilable(module), recomputing), _run)
+        handle.add(module, _State(parts, _is_compilable(module)), _run)
     except ValueError as error:
         raise ValueError(f"layer {name} cannot be checkpointed: {error}") from None
 
 
-def _family(model: nn.Module, module: nn.Module) -> set[nn.Module]:
-    """A module, what it holds, and what holds it."""
-    return {*module.modules(), *(holder for holder in model.modules() if module in holder.modules())}
+_MAX_PROFILES = 8
+
+
+class BudgetedCheckpointing:
+    """Makes and applies plans for the layers that a handle checkpoints, so that activations fit a byte budget.
+
+    In an observed step every layer is checkpointed. Under a plan some layers run plain, others save results of costly
+    operators. The budget counts what is saved for backward and what one layer at a time recomputes there: no gradients,
+    no temporaries inside operators.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        handle: CheckpointingHandle,
+        budget_bytes: int,
+        determinism_check: DeterminismCheck = "outputs",
+        min_offload_bytes: int = 0,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.profiles: deque[StepProfile] = deque(maxlen=_MAX_PROFILES)
+        """Of the rounds observed last."""
+        self._model = model
+        self._handle = handle  # its layers, all of them checkpointed; the caller removes it
+        self._check: DeterminismCheck = determinism_check
+        self._min_offload_bytes = min_offload_bytes
+
+    @contextmanager
+    def observing(self, inputs: Any = None) -> Iterator[None]:
+        """Run one training step inside, with every layer checkpointed; :meth:`plan` works from what it was."""
+        observer = StepObserver(self._model, inputs, self._min_offload_bytes)
+        for layer in self._handle.selection.layers:
+            self._handle.change(layer, replace(self._full(layer), watch=observer.watch(layer.name)))
+        try:
+            with observer.observing():
+                yield
+            self.profiles += observer.profiles()
+        finally:
+            for layer in self._handle.selection.layers:
+                self._handle.change(layer, self._full(layer))
+
+    def plan(self, offload_bytes: int = 0) -> CheckpointPlan | None:
+        """Make a plan for the largest round, or raise ``BudgetError``; ``None`` if no layer was observed.
+
+        A step with several backwards has several rounds, and batches have several shapes: if one of the others does
+        not fit the plan, every layer is checkpointed.
+        """
+        if not self.profiles:
+            return None
+        for profile in self.profiles:
+            find_minimum(profile, self.budget_bytes, offload_bytes)
+        largest = max(self.profiles, key=lambda profile: predict_peak(profile, profile.decide(None)))
+        plan = solve(largest, self.budget_bytes, offload_bytes)
+        peaks = (predict_peak(profile, plan.decisions, plan.offloaded_bytes) for profile in self.profiles)
+        if max(peaks) <= self.budget_bytes:
+            return plan
+        return plan_nothing(largest, self.budget_bytes, offload_bytes)
+
+    def apply(self, decisions: Decisions) -> None:
+        """Apply decisions from the next call of each layer on; layers without a decision stay checkpointed."""
+        for layer in self._handle.selection.layers:
+            full, decision = self._full(layer), decisions.get(layer.name, NOTHING)
+            decided = replace(full, save=SavePolicy("matmuls", numbers=decision)) if decision else full
+            self._handle.change(layer, None if decision is None else decided)
+
+    def _full(self, layer: Layer) -> Recomputing:
+        return Recomputing(layer.title, None, self._check)
+
+
+def share_largest(make_plan: Callable[[], CheckpointPlan | None]) -> CheckpointPlan | None:
+    """Make a plan on every rank, and return that of the rank which needs most; ``None`` if none could be made.
+
+    A collective, where there are several ranks. Layers may communicate while they run (SyncBatchNorm, FSDP), so all
+    ranks must recompute the same ones, and all of them must raise an error that one has.
+    """
+    found: CheckpointPlan | str | None
+    try:
+        found = make_plan()
+    except ValueError as error:
+        found = str(error)
+    everybodys = gather_objects(found)
+    for plan in everybodys:
+        if isinstance(plan, str):
+            raise ValueError(plan)
+    plans = [plan for plan in everybodys if isinstance(plan, CheckpointPlan)]
+    return max(plans, key=lambda plan: plan.plain_peak_bytes, default=None)

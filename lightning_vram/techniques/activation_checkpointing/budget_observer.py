@@ -15,8 +15,8 @@ from lightning_vram.core.hooks import SaveWatch, stepping_aside
 from lightning_vram.core.operators import operator_work
 from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, is_strided, version_counter
 from lightning_vram.memory.storages import ByStorage, iterate_storages, iterate_tensors, version_of
-from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
-from lightning_vram.private_names.torch import base_of, is_view, tree_leaves
+from lightning_vram.memory.tracking.operator_listener import StorageSubscriber
+from lightning_vram.private_names.torch import base_of, is_view, tensors_in
 from lightning_vram.techniques.activation_checkpointing.budget_plan import CallProfile, OperatorProfile, StepProfile
 from lightning_vram.techniques.activation_checkpointing.recomputed_call import CallWatch
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
@@ -46,8 +46,6 @@ class _Operator:
 
 @dataclass
 class _Call:
-    """One call of a layer."""
-
     layer: str
     position: int
     operators: list[_Operator] = field(default_factory=list)
@@ -70,8 +68,6 @@ class _Call:
 
 @dataclass
 class _Round:
-    """A forward and its backward."""
-
     calls: list[_Call] = field(default_factory=list)
     base: dict[int, tuple[float, int]] = field(default_factory=dict)  # first position and bytes, by storage
     other_cost: float = 0.0
@@ -95,42 +91,21 @@ class _Round:
         )
 
 
-Shapes = tuple[tuple[int, ...], ...]
-"""Of each tensor among the arguments of a call: bytes of an element, and sizes."""
-
-
-def shapes_of(leaves: Sequence[Any]) -> Shapes:
-    """Return how large the tensors among arguments are."""
-    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-    return tuple(  # of nested tensors the values: lengths of many rows do not compare
-        (one.dtype.itemsize, *(one.values().shape if one.layout is torch.jagged else one.shape)) for one in tensors
-    )
-
-
-def covers(one: Shapes, other: Shapes) -> bool:
-    """Whether no tensor of ``other`` is larger in any way."""
-    return len(one) == len(other) and all(
-        len(large) == len(small) and all(a >= b for a, b in zip(large, small, strict=True))
-        for large, small in zip(one, other, strict=True)
-    )
-
-
-class StepObserver(OperatorSubscriber):
+class StepObserver(StorageSubscriber):
     """Observes a real step (or one on fake tensors) in which every layer is checkpointed: what each saves and costs."""
 
     def __init__(self, model: nn.Module, inputs: Any = None, min_offload_bytes: int = 0) -> None:
+        super().__init__(ByStorage())  # of their numbers
         self._min_offload_bytes = min_offload_bytes
+        self._births: list[_Call | None] = []  # of each number: the call that it was made in
         self._small: set[int] = set()  # storages of which a smaller part was saved
         self._costly = SavePolicy("matmuls")
-        self._storages = _StorageNumbers()
-        constants = (value for module in model.modules() for value in vars(module).values() if type(value) is Tensor)
-        self._held = [*model.parameters(), *model.buffers(), *constants, *iterate_tensors(inputs)]  # keep their numbers
-        self._lasting = {number for tensor in self._held for number, _ in self._storages.number(tensor)}
-        self.shapes: dict[str, set[Shapes]] = {}
-        """What calls got, by layer."""
         self._rounds = [_Round()]
         self._call: _Call | None = None
         self._is_inside = False
+        constants = (value for module in model.modules() for value in vars(module).values() if type(value) is Tensor)
+        self._held = [*model.parameters(), *model.buffers(), *constants, *iterate_tensors(inputs)]  # keep their numbers
+        self._lasting = {number for tensor in self._held for number in self._number(tensor)}
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -156,9 +131,8 @@ class StepObserver(OperatorSubscriber):
         calls, outer = self._rounds[-1].calls, self._call
         self._call = _Call(layer, len(calls))
         calls.append(self._call)
-        self.shapes.setdefault(layer, set()).add(shapes_of(leaves))
         tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-        for number, num_bytes in chain.from_iterable(map(self._storages.number, tensors)):
+        for number, num_bytes in chain.from_iterable(self._number(tensor).items() for tensor in tensors):
             self._add_to_base(number, num_bytes, self._call.position)
             self._call.inputs.add(number)
         try:
@@ -168,7 +142,6 @@ class StepObserver(OperatorSubscriber):
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """The forward of the call that is open."""
         was_inside, self._is_inside = self._is_inside, True
         hooks = SaveWatch(self._on_save).hooks()
         try:
@@ -178,7 +151,6 @@ class StepObserver(OperatorSubscriber):
             self._is_inside = was_inside
 
     def _end_round(self) -> None:
-        """Note that a backward runs: what comes next is another forward."""
         self._rounds[-1].is_over = True
 
     def _on_save(self, tensor: Tensor) -> None:
@@ -186,14 +158,13 @@ class StepObserver(OperatorSubscriber):
         if type(base) in PARAMETER_CLASSES:
             return
         call = self._call if self._is_inside else None
-        now = (call.position if call is not None else None, len(self._rounds))
-        numbered = self._storages.number(tensor, now)  # unknown ones: compiled code made them
+        numbered = self._number(tensor)
         if self._min_offload_bytes and not self._can_offload(tensor):
-            self._small.update(number for number, _ in numbered)
+            self._small.update(numbered)
         # Outside of all layers: its backward comes before that of the calls so far.
         position = self._call.position if self._call is not None else len(self._rounds[-1].calls) - 0.5
-        for number, num_bytes in numbered:
-            if call is None or self._storages.births[number] != now:  # made before or outside of this call
+        for number, num_bytes in numbered.items():
+            if call is None or self._births[number] is not call:  # made before or outside of this call
                 self._add_to_base(number, num_bytes, position)
             elif number not in self._lasting:
                 call.saved[number] = num_bytes
@@ -209,45 +180,38 @@ class StepObserver(OperatorSubscriber):
         return num_bytes >= self._min_offload_bytes or 2 * num_bytes >= tensor.untyped_storage().nbytes()
 
     @override
+    def on_storage(self, func: Any, storage: torch.UntypedStorage, device: torch.device) -> None:
+        self.known.note_storage(storage, len(self._births))
+        self._births.append(self._call if self._is_inside else None)
+
+    @override
     def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
-        place = self._call.position if self._call is not None and self._is_inside else None
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        birth = (place, len(self._rounds))
-        storages = dict(entry for tensor in tensors for entry in self._storages.number(tensor, birth))
+        super().after(func, args, kwargs, result)
         cost = operator_work(func, args, kwargs or {}, result).cost
-        if place is None or self._call is None:
+        if self._call is None or not self._is_inside:
             self._rounds[-1].other_cost += cost
             return
         operator = _Operator(str(func).rpartition(".")[0] or str(func), cost, self._call.num_saves)
         if self._costly.concerns(func):
-            first = tensors[0] if tensors else None
-            operator.storages = storages
-            if first is not None and type(first) is Tensor and is_strided(first):
-                operator.counter, operator.version = version_counter(first), version_of(first)
+            tensors = list(tensors_in(result))
+            operator.storages = dict(entry for tensor in tensors for entry in self._number(tensor).items())
+            if tensors and type(tensors[0]) is Tensor and is_strided(tensors[0]):
+                operator.counter, operator.version = version_counter(tensors[0]), version_of(tensors[0])
         self._call.operators.append(operator)
+
+    def _number(self, tensor: Tensor) -> dict[int, int]:
+        """Return bytes by number of the storages of ``tensor``; unknown ones are made now: compiled code makes some."""
+        found = {}
+        for storage, device in iterate_storages(tensor):
+            number = self.known.find_storage(storage)
+            if number is None:
+                number = len(self._births)
+                self.on_storage(None, storage, device)
+            found[number] = int(storage.nbytes())
+        return found
 
     def _add_to_base(self, number: int, num_bytes: int, position: float) -> None:
         if number not in self._lasting:
             base = self._rounds[-1].base
             first, _ = base.get(number, (position, 0))
             base[number] = (min(position, first), num_bytes)
-
-
-class _StorageNumbers:
-    """Numbers storages; one that dies takes its number with it."""
-
-    def __init__(self) -> None:
-        self._numbers: ByStorage[int] = ByStorage()
-        self.births: list[tuple[int | None, int]] = []  # call in which it was made, and the round
-
-    def number(self, tensor: Tensor, birth: tuple[int | None, int] = (None, 0)) -> list[tuple[int, int]]:
-        """Return number and bytes of each storage of ``tensor``; unknown ones were made at ``birth``."""
-        found = []
-        for storage, _ in iterate_storages(tensor):
-            number = self._numbers.find_storage(storage)
-            if number is None:
-                number = len(self.births)
-                self.births.append(birth)
-                self._numbers.note_storage(storage, number)
-            found.append((number, int(storage.nbytes())))
-        return found

@@ -114,6 +114,7 @@ class CompiledBudget:
 
     def __init__(self, model: nn.Module, budget_bytes: int) -> None:
         self._model = model  # the whole model; all its compiled parts share one setting
+        self.budget_bytes = budget_bytes
         self.search = ShareSearch(budget_bytes)
         self._setting = ExitStack()
         self._share: float | None = None

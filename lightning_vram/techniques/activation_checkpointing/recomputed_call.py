@@ -6,21 +6,27 @@ inputs may be passed anywhere, results of chosen operators are taken from the fi
 diverges is an error. In compiled code the compiler's partitioner does all that, under PyTorch's checkpoint.
 """
 
+import copy
 import functools
 import inspect
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, Literal
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from typing_extensions import override
 
-from lightning_vram.core.hooks import OwnHooks, exact_only, is_in_backward, stepping_aside
+from lightning_vram.core.hooks import OwnHooks, SavedOutput, exact_only, is_in_backward, save, stepping_aside
+from lightning_vram.core.module_state import differs
 from lightning_vram.core.recomputed_saves import (
     Placeholder,
     RecomputationError,
@@ -32,16 +38,190 @@ from lightning_vram.core.recomputed_saves import (
     is_due,
     take_sample,
 )
-from lightning_vram.core.rollback import ForwardFacts, ForwardState
-from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, PLAIN_TYPES, flatten_arguments
-from lightning_vram.memory.storages import storage_address
-from lightning_vram.memory.tracking.ledger import module_scope
+from lightning_vram.core.rollback import SAVED_COPY_BYTES, ForwardFacts, ForwardState, writable_copy
+from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, PLAIN_TYPES, flatten_arguments, num_bytes_of
+from lightning_vram.memory.storages import iterate_storages, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
+from lightning_vram.memory.tracking.tracker import module_scope
 from lightning_vram.private_names.dispatcher import TO_COPY, OpOverload, hide_from_dynamo, schema_of, without_dispatch
-from lightning_vram.private_names.torch import current_graph_task_id, may_stop_early, tree_leaves, tree_map
+from lightning_vram.private_names.torch import current_graph_task_id, may_stop_early, storage_key, tree_leaves, tree_map
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
-from lightning_vram.techniques.activation_checkpointing.saved_arguments import Arguments, SavedArguments
-from lightning_vram.techniques.activation_checkpointing.selective import SavedOutputs
+from lightning_vram.techniques.activation_checkpointing.selective import Recording, Replaying, SavedOutputs
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+
+class SavedArguments:
+    """The arguments of a call; ``overwrites_inputs``: whether the layer writes to them, ``None`` if not known."""
+
+    def __init__(self, arguments: Arguments, overwrites_inputs: bool | None) -> None:  # noqa: FBT001 - three states
+        self._leaves, self._rebuild = flatten_arguments(arguments)
+        objects = _Copies()
+        self._values = [
+            _keep(leaf, overwrites_inputs) if isinstance(leaf, Tensor) else objects.copy(leaf) for leaf in self._leaves
+        ]
+        self._inner = [(one, version_of(one)) for one in objects.tensors.values()]  # tensors in objects
+        self._versions = [version_of(leaf) for leaf in self._leaves if isinstance(leaf, Tensor)]
+        # What the caller has put on each tensor, as ``tensor.name = ...`` does.
+        self._attributes = [dict(vars(leaf)) if type(leaf) in PLAIN_TYPES else {} for leaf in self._leaves]
+
+    def devices(self) -> set[torch.device]:
+        """Return the devices of the tensors, before :meth:`settle`."""
+        return {leaf.device for leaf in self._leaves if isinstance(leaf, Tensor)}
+
+    def settle(self, observation: "Observation", name: str) -> None:
+        """Call after the layer's forward: keeps what the second run needs, under the hooks that are set.
+
+        Learns whether the layer ``name`` overwrites its inputs, and refuses layers that cannot be recomputed.
+        """
+        if any(version_of(one) != version for one, version in self._inner):
+            raise RuntimeError(
+                f"layer {name} overwrites a tensor inside an input object, and cannot be recomputed. Let it assign a "
+                "new tensor, or choose other layers to checkpoint."
+            )
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        firsts = [value for value in self._values if isinstance(value, _FirstInput)]
+        is_overwritten = [*map(version_of, tensors)] != self._versions or any(one.is_overwritten() for one in firsts)
+        keys = [storage_key(storage) for tensor in tensors for storage, _ in iterate_storages(tensor)]
+        if is_overwritten and len(set(keys)) < len(keys):
+            raise RuntimeError(
+                f"layer {name} overwrites an input that shares memory with another of its inputs, and "
+                "cannot be recomputed. Choose an outer layer to checkpoint."
+            )
+        if is_overwritten and observation.overwrites_inputs is False:
+            raise RuntimeError(
+                f"layer {name} overwrites its input in some forwards and not in others, and cannot be "
+                "recomputed. Choose other layers to checkpoint."
+            )
+        observation.overwrites_inputs = bool(observation.overwrites_inputs) or is_overwritten
+        for value in firsts:
+            value.settle()
+        self._leaves, self._versions = [], []
+
+    def give(self, *, is_overwritten: bool | None) -> Arguments:
+        """Return what the second run gets; copies where it overwrites them, since a retained graph needs them again."""
+        for one, version in self._inner:
+            if version_of(one) != version:
+                raise _overwritten(one.shape)
+        objects = _Copies()
+        leaves = []
+        for value in self._values:
+            if isinstance(value, _Input | _FirstInput):
+                tensor = value.read()
+                leaves.append(tensor.clone() if is_overwritten else tensor)
+            else:
+                leaves.append(objects.copy(value))
+        for leaf, attributes in zip(leaves, self._attributes, strict=True):
+            if attributes and not vars(leaf):  # a new object: a copy, or what saved-tensor hooks gave back
+                vars(leaf).update(attributes)
+        arguments: Arguments = self._rebuild(leaves)
+        return arguments
+
+
+def _keep(leaf: Tensor, overwrites_inputs: bool | None) -> Any:  # noqa: FBT001
+    if leaf.is_inference():
+        return _Input(lambda: leaf)  # cannot be saved for a backward, and cannot change
+    if overwrites_inputs is None:
+        return _FirstInput(leaf)
+    return _Input(save(writable_copy(leaf) if overwrites_inputs else leaf))
+
+
+class _Input:
+    __slots__ = ("read",)
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self.read = read
+
+
+class _FirstInput:
+    """A tensor in a layer's first call, which may overwrite it: it and a copy are kept until that is known."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+        self._version = version_of(tensor)
+        self._copy: Tensor | None = writable_copy(tensor)  # what the layer found
+        self._shape, self._requires_grad = tensor.shape, tensor.requires_grad
+        self._saved: SavedOutput | None = None
+
+    def is_overwritten(self) -> bool:
+        return version_of(self._now) != self._version or differs(self._now, self._copy)
+
+    def settle(self) -> None:
+        """Call after the layer's forward: keeps what the second run needs, under the hooks that are set."""
+        needed = self._copy if self._copy is not None and self.is_overwritten() else self._now
+        self._saved = SavedOutput(needed.detach())
+        self._tensor = self._copy = None
+
+    def read(self) -> Tensor:
+        """Return what the layer found. Raises ``RuntimeError``, as autograd does, if it was overwritten since."""
+        tensor = self._saved.give() if self._saved is not None else self._now
+        if tensor is None:
+            raise _overwritten(self._shape)
+        return tensor.detach().requires_grad_(self._requires_grad)
+
+    @property
+    def _now(self) -> Tensor:
+        assert self._tensor is not None
+        return self._tensor
+
+
+def _overwritten(shape: torch.Size) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"an input of shape {list(shape)} of a layer that is recomputed."
+    )
+
+
+_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_NOT_DATA = (nn.Module, type, Enum, FunctionType, MethodType, ModuleType, partial)
+_CONTAINERS = (dict, list, deque, set)
+_MAX_ITEMS = 1000
+_MAX_DEPTH = 16
+
+
+class _Copies:
+    """Copies of objects, each made once, with the containers and objects in them. What cannot be copied is shared."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, Tensor] = {}  # large ones that were found, by ``id``. They are shared.
+        self._made: dict[int, Any] = {}
+
+    def copy(self, value: Any, depth: int = 0) -> Any:
+        if type(value) in _PLAIN or id(value) in self._made or len(self._made) >= _MAX_ITEMS or depth > _MAX_DEPTH:
+            return self._made.get(id(value), value)
+        if isinstance(value, Tensor):
+            return self._copy_tensor(value)
+        if type(value) is tuple:
+            return tuple(self.copy(item, depth + 1) for item in value)
+        has_attributes = bool(type(value).__dictoffset__ and not isinstance(value, _NOT_DATA) and vars(value))
+        if not (has_attributes or isinstance(value, _CONTAINERS)) or hasattr(type(value), "__del__"):
+            return value
+        with suppress(Exception):  # of code of others
+            self._made[id(value)] = copy.copy(value)
+        twin = self._made.get(id(value), value)
+        if twin is value:  # cannot be copied, or returns itself, as a logger does
+            return value
+        if has_attributes and not hasattr(type(value), "__copy__"):  # such a class knows what belongs to a copy
+            self._copy_items(vars(twin), depth + 1)
+        self._copy_items(twin, depth + 1)
+        return twin
+
+    def _copy_tensor(self, tensor: Tensor) -> Tensor:
+        if type(tensor) is Tensor and num_bytes_of(tensor) <= SAVED_COPY_BYTES and not tensor.is_inference():
+            return self._made.setdefault(id(tensor), writable_copy(tensor))  # type: ignore[no-any-return]
+        self.tensors[id(tensor)] = tensor
+        return tensor
+
+    def _copy_items(self, twin: Any, depth: int) -> None:
+        if isinstance(twin, dict):  # past methods of its own: dot dicts have some
+            for key, item in dict.items(twin):
+                dict.__setitem__(twin, key, self.copy(item, depth))
+        elif isinstance(twin, list | deque):
+            kind: Any = list if isinstance(twin, list) else deque
+            for place, item in enumerate(twin):
+                kind.__setitem__(twin, place, self.copy(item, depth))
+
 
 _UNSET = ("empty", "new_empty", "resize", "set_")  # operators that leave whatever was in the memory
 
@@ -94,11 +274,9 @@ class OperatorTrace(OperatorSubscriber):
         if number >= len(self._expected):
             raise RecomputationError(f"it ran {function} after the last operator of the forward")
         (expected, expected_shapes, expected_sample), place = self._expected[number], f"operator {number + 1}"
-        if function is not expected:
-            raise RecomputationError(f"{place} was {expected} and is {function}")
-        if shapes != expected_shapes:
-            was, now = ", ".join(expected_shapes), ", ".join(shapes)
-            raise RecomputationError(f"{place}, {function}, returned {was} and returns {now}")
+        if (function, shapes) != (expected, expected_shapes):
+            was, now = f"{expected} -> {', '.join(expected_shapes)}", f"{function} -> {', '.join(shapes)}"
+            raise RecomputationError(f"{place} was {was} and is {now}")
         if expected_sample is not None and not is_close(expected_sample, sample):
             raise RecomputationError(f"{place}, {function}, returned other values than it returns now")
 
@@ -174,7 +352,7 @@ class LayerRuns:
     def first(self, saves: RecomputedSaves) -> AbstractContextManager[None]:
         """Return the context for the first call of the forward."""
         watching = self._watch.inside() if self._watch is not None else None
-        recording = self._outputs.recording() if self._outputs is not None else None
+        recording = Recording(self._outputs) if self._outputs is not None else None
         return _inside(saves, watching, recording, self._trace)
 
     @contextmanager
@@ -182,7 +360,7 @@ class LayerRuns:
         """Run the forward again inside; raises ``RecomputationError`` if it differs."""
         if self._watch is not None:
             self._watch.on_recomputation()
-        replaying = self._outputs.replaying() if self._outputs is not None else None
+        replaying = Replaying(self._outputs) if self._outputs is not None else None
         comparing = self._trace.comparing() if self._trace is not None else None
         try:
             with _inside(run, replaying, comparing):
@@ -239,7 +417,8 @@ def call_recomputed(
     recomputing: Recomputing,
 ) -> Any:
     """Call ``forward`` and save its inputs only; the backward calls it again."""
-    if observation.overwrites_inputs is None and _has_lazy(modules):
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    if observation.overwrites_inputs is None and any(map(is_lazy, tensors)):
         args, kwargs = arguments
         return forward(*args, **kwargs)  # draws its weights in this call, as a second run would not
     watch = recomputing.watch
@@ -264,36 +443,9 @@ def call_recomputed(
             output = forward(*args, **kwargs)
         saves.is_complete = True
         state.settle()
-        _settle(kept, observation, recomputing.name)
+        kept.settle(observation, recomputing.name)
         observation.num_kept = runs.settle()
     return output
-
-
-def _settle(kept: SavedArguments, observation: Observation, name: str) -> None:
-    """Learn whether the layer overwrote its inputs, and keep what the second run needs of them."""
-    if kept.overwrites_inside():
-        raise RuntimeError(
-            f"layer {name} overwrites a tensor inside an input object, and cannot be recomputed. Let it assign a new "
-            "tensor, or choose other layers to checkpoint."
-        )
-    is_overwritten = kept.are_overwritten()
-    if is_overwritten and kept.share_memory():
-        raise RuntimeError(
-            f"layer {name} overwrites an input that shares memory with another of its inputs, and "
-            "cannot be recomputed. Choose an outer layer to checkpoint."
-        )
-    if is_overwritten and observation.overwrites_inputs is False:
-        raise RuntimeError(
-            f"layer {name} overwrites its input in some forwards and not in others, and cannot be "
-            "recomputed. Choose other layers to checkpoint."
-        )
-    observation.overwrites_inputs = bool(observation.overwrites_inputs) or is_overwritten
-    kept.settle()
-
-
-def _has_lazy(modules: Sequence[nn.Module]) -> bool:
-    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
-    return any(map(is_lazy, tensors))
 
 
 def compiled_checkpoint(save: SavePolicy | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

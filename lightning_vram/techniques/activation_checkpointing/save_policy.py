@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.core.operators import ATTENTION, MATMULS, find_overloads, resolve_operators
-from lightning_vram.private_names.dispatcher import DispatchKey, OpOverload, schema_of
+from lightning_vram.private_names.dispatcher import OpOverload, schema_of
 
 _FAMILIES = {"matmuls": MATMULS | ATTENTION, "attention": ATTENTION}
 INPUTS = "inputs"
@@ -70,15 +70,10 @@ def parse_save(save: object, argument: str) -> SavePolicy | None:
         return None
     if isinstance(save, SavePolicy):
         return save
-    if not (isinstance(save, Sequence) and all(isinstance(name, str) for name in save)):
-        raise TypeError(
-            f"{argument} must be 'inputs', 'matmuls', 'attention', a list of operator names or a SavePolicy, "
-            f"got {save!r} of type {type(save).__name__}."
-        )
     try:
-        return SavePolicy(save)
-    except ValueError as error:
-        raise ValueError(f"{argument}: {error}") from None
+        return SavePolicy(save)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{argument}: {error}") from None
 
 
 def _resolve(operators: str | Sequence[str]) -> frozenset[Any]:
@@ -92,15 +87,6 @@ def _resolve(operators: str | Sequence[str]) -> frozenset[Any]:
         return frozenset(filter(_gives_new_memory, members))
     if not operators:
         raise ValueError("the list of operators is empty. Use 'inputs' to save inputs only.")
-    for name in operators:
-        found = resolve_operators([name])
-        if not any(map(_gives_new_memory, found)):
-            raise ValueError(f"operator {name!r} returns its input or a view of it: there is nothing to save.")
-        if all(map(_is_composed, found)):
-            raise ValueError(
-                f"operator {name!r} is composed of other operators. Name those: aten.mm, aten.addmm and aten.bmm "
-                "for matrix products."
-            )
     return frozenset(filter(_gives_new_memory, resolve_operators(operators)))
 
 
@@ -110,9 +96,6 @@ def _check_names(operators: object) -> None:
             "SavePolicy(operators) must be 'matmuls', 'attention' or a list of operator names, "
             f"got {operators!r} of type {type(operators).__name__}."
         )
-    families = [name for name in operators if name in (INPUTS, *_FAMILIES)]
-    if families:
-        raise ValueError(f"{families[0]!r} is a family of operators: pass it without a list.")
 
 
 def _gives_new_memory(operator: Any) -> bool:
@@ -120,15 +103,3 @@ def _gives_new_memory(operator: Any) -> bool:
         return True
     schema = schema_of(operator)
     return not schema.is_mutable and not any(result.alias_info for result in schema.returns)
-
-
-def _is_composed(operator: Any) -> bool:
-    """Whether autograd takes it apart before anybody sees it."""
-    if not isinstance(operator, OpOverload):
-        return False
-    keys, has_kernel = DispatchKey, operator.has_kernel_for_dispatch_key
-    try:
-        is_own = has_kernel(keys.CPU) or has_kernel(keys.CUDA) or has_kernel(keys.CompositeExplicitAutograd)
-        return bool(has_kernel(keys.CompositeImplicitAutograd)) and not is_own
-    except RuntimeError:  # an overload for scripts only: the dispatcher does not know it, and never runs it
-        return True

@@ -5,8 +5,7 @@ be neither offloaded nor compressed; it keeps results that recomputation never r
 one, and redraws different dropout masks after an operator with random numbers. Here each of these works.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -108,21 +107,11 @@ class SavedOutputs:
         self.by_address: dict[int, list[SavedResult]] = {}
         self.is_complete = False  # a backward inside of the layer recomputes it before its forward has ended
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Run the first forward inside."""
-        with _Recording(self):
-            yield
-        self.by_address.clear()
-
     def settle(self) -> int:
         """Save what recomputation needs, after the first forward, outside of the checkpoint; return how many."""
         self.is_complete = True
+        self.by_address.clear()
         return sum(result.settle(len(self.saves)) for result in self.results)
-
-    def replaying(self) -> "_Replaying":
-        """Return a context for one more forward."""
-        return _Replaying(self)
 
 
 class _Mode(SelectiveCheckpointMode):
@@ -133,7 +122,9 @@ class _Mode(SelectiveCheckpointMode):
         self._backward = current_graph_task_id()
 
 
-class _Recording(_Mode):
+class Recording(_Mode):
+    """Runs the first forward: keeps what is chosen."""
+
     @override
     def on_operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if func in self._operators and current_graph_task_id() == self._backward:
@@ -176,7 +167,9 @@ class _Recording(_Mode):
                     result.watch(tensor)
 
 
-class _Replaying(_Mode):
+class Replaying(_Mode):
+    """Runs the forward once more, with what was kept."""
+
     def __init__(self, kept: SavedOutputs) -> None:
         super().__init__(kept)
         self._number = 0

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_vram.memory.storages import version_of
-from lightning_vram.private_names.dispatcher import FakeTensor, hide_from_dynamo
+from lightning_vram.private_names.dispatcher import hide_from_dynamo
 from lightning_vram.private_names.fsdp2 import waits_for_backward
 from lightning_vram.private_names.torch import VIEW_PROPERTIES, make_wrapper, tree_map_only, without_torch_function
 from lightning_vram.techniques.chunked_loss.row_program import (
@@ -193,12 +193,10 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, why: str) -> Tensor:
-        """Return them."""
         return logits.compute(why)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Hand their gradient on."""
         return gradient, None
 
 
@@ -391,7 +389,6 @@ def reduce(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 _PARAMETERS = {"topk": ("input", "k", "dim", "largest", "sorted"), "gather": ("input", "dim", "index")}
-_WORTH_DROPPING = 8  # one of so many tokens: to leave them out copies the hidden states of the others
 _CROSS_ENTROPY = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 _KL_DIV = ("input", "target", "size_average", "reduce", "reduction", "log_target")
 _OLD = {"size_average", "reduce"}  # before there was reduction=
@@ -417,42 +414,20 @@ def classify(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         found = _reduce_losses(logits, function, _row_node(target.movedim(1, -1)), named, reduction)
         found = found / logits.lead.numel() if reduction == "mean" else found
     else:
-        counted = target.flatten() != named.get("ignore_index", -100)
-        found = _against_classes(logits, function, (target.flatten(), counted), named, reduction)
+        found = _reduce_losses(logits, function, _row_node(target.unsqueeze(-1)), named, reduction)
         if reduction == "mean":
+            counted = target != named.get("ignore_index", -100)
             count = counted.sum()
             if weight is not None:
-                count = (weight.detach()[target.flatten().masked_fill(~counted, 0)] * counted).sum()
+                count = (weight.detach()[target.masked_fill(~counted, 0)] * counted).sum()
             # Of no token the loss is NaN, but its gradient is zero: it goes past the weights.
             found = torch.where(count != 0, found / count.masked_fill(count == 0, 1), math.nan)
     return found.to(dtype)
 
 
-def _against_classes(
-    logits: LazyLogits, function: Any, targets: tuple[Tensor, Tensor], options: Mapping[str, Any], reduction: str
-) -> Tensor:
-    """Return the loss of a class for each token; those that are not counted are left out where it is worth it."""
-    classes, counted = targets
-    chosen = None if isinstance(classes, FakeTensor) else _choose(counted)
-    if chosen is None:
-        return _reduce_losses(logits, function, _row_node(classes.unsqueeze(-1)), options, reduction)
-    column = _row_node(classes.index_select(0, chosen).unsqueeze(-1))
-    found = _reduce_losses(_take(logits, chosen), function, column, options, reduction)
-    if reduction == "none":
-        found = found.new_zeros(counted.shape).index_copy(0, chosen, found).view(logits.lead)
-    return found
-
-
-def _choose(counted: Tensor) -> Tensor | None:
-    """Return the places of the tokens that count, or ``None`` where it is not worth it to leave the others out."""
-    places = counted.nonzero().squeeze(-1)
-    return places if (len(counted) - len(places)) * _WORTH_DROPPING > len(counted) else None
-
-
 def _reduce_losses(
     logits: LazyLogits, function: Any, target: Any, options: Mapping[str, Any], reduction: str
 ) -> Tensor:
-    """Return the losses of the tokens, or their sum."""
     if reduction != "none":
         total: Tensor = logits.reduce_to_sum(function, logits.node, target, **options)
         return total

@@ -106,13 +106,11 @@ class _GradientSum:
         self._sum: Tensor | None = None
 
     def add(self, part: Tensor, rows: Any = ...) -> None:
-        """Add what these rows have of it."""
         if self._sum is None:
             self._sum = torch.zeros_like(self._like, dtype=self._dtype)
         self._sum[rows].add_(part)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add a product of matrices."""
         if self._sum is None:
             self._sum = (left @ right).to(self._dtype)
         elif self._sum.dtype == left.dtype:
@@ -121,7 +119,6 @@ class _GradientSum:
             self._sum += left @ right
 
     def result(self) -> Tensor:
-        """Return all of it."""
         return torch.zeros_like(self._like) if self._sum is None else self._sum.to(self._like.dtype)
 
 

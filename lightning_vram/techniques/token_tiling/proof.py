@@ -9,7 +9,8 @@
   (a loss in another module's list), and no gradients but those of inputs and parameters may be needed.
 
 Parameters that are zero are replaced by random numbers, so that a table of positions that is not trained yet is found.
-In estimates, whose tensors have no values, random numbers on the host replace them all. The proof leaves no trace.
+In estimates, whose tensors have no values, random numbers on the host replace them and buffers. The proof leaves no
+trace.
 """
 
 import gc
@@ -17,7 +18,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from operator import is_
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from lightning_vram.core.tensors.properties import REAL_TYPES
 from lightning_vram.memory.storages import version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names.dispatcher import TO_COPY, without_modes
-from lightning_vram.private_names.torch import BUFFERS, tree_leaves
+from lightning_vram.private_names.torch import tree_leaves
 from lightning_vram.techniques.token_tiling.tiled_call import Body, CutCall
 
 DRAWS = frozenset(["bernoulli_", "bernoulli", "rand", "rand_like", "randn", "randn_like", "uniform_", "normal_"])
@@ -96,25 +96,20 @@ class _RandomNumberWatch(OperatorSubscriber):
 
 
 class _Runs:
-    """Runs of a module on some tokens."""
-
     def __init__(self, module: nn.Module, body: Body, call: CutCall, tensors: list[Tensor]) -> None:
         self._body, self._call = body, call
         plain, has_values = [one.detach() for one in tensors], have_values(tensors)
-        parameters = list(body.parameters_by_name.values())
-        self._places: list[tuple[dict[str, Any], str]] = []  # of buffers and tensor attributes that are replaced
         self.num_tokens = min(call.num_tokens, _NUM_TOKENS if has_values else _NUM_RANDOM_TOKENS) // 2 * 2
         if has_values:
             chosen = torch.linspace(0, call.num_tokens - 1, self.num_tokens).long()
             self._tensors = call.cut(plain, lambda one: one.index_select(call.dim, chosen.to(one.device)))
-            values = [one.detach() if one.any() else torch.randn_like(one) for one in parameters]
+            replaced: dict[str, Tensor] = {**body.parameters_by_name}
+            values = [one.detach() if one.any() else torch.randn_like(one) for one in replaced.values()]
         else:
             self._tensors = _randomized(call.cut(plain, lambda one: one.narrow(call.dim, 0, self.num_tokens)))
-            registries = [registry for part in module.modules() for registry in (vars(part)[BUFFERS], vars(part))]
-            self._places = [(held, name) for held in registries for name in held if isinstance(held[name], Tensor)]
-            values = _randomized([*parameters, *(held[name] for held, name in self._places)])
-        self._parameters = dict(zip(body.parameters_by_name, values, strict=False))
-        self._attributes = values[len(parameters) :]
+            replaced = {**body.parameters_by_name, **dict(body.named_buffers())}
+            values = _randomized(replaced.values())
+        self._parameters = dict(zip(replaced, values, strict=True))  # and buffers in estimates
         self.device = next(one.device for one, is_cut in zip(self._tensors, call.is_cut, strict=True) if is_cut)
 
     def run(self, order: Tensor, nan_at: int | None = None) -> tuple[list[Tensor], list[int]]:
@@ -125,7 +120,7 @@ class _Runs:
             for one, is_cut in zip(tensors, self._call.is_cut, strict=True):
                 if is_cut and one.is_floating_point():
                     one.select(dim, nan_at).fill_(torch.nan)
-        copies, held = [one.clone() for one in tensors], [*tensors, *self._parameters.values(), *self._attributes]
+        copies, held = [one.clone() for one in tensors], [*tensors, *self._parameters.values()]
         versions = [*map(version_of, held)]
         with _RandomNumberWatch() as watch:
             results, _ = self._run(tensors)
@@ -173,18 +168,10 @@ class _Runs:
         return self._body.having(self._parameters, partial(self._run_body, tensors))
 
     def _run_body(self, tensors: list[Tensor]) -> Any:
-        before = self._swap(self._attributes)
-        try:
-            return self._body.run(self._call.arguments(tensors))
-        finally:
-            if not all(map(is_, self._swap(before), self._attributes)):
-                raise NotAlone("stores something of its call in a tensor")
-
-    def _swap(self, tensors: list[Tensor]) -> list[Tensor]:
-        before = [registry[name] for registry, name in self._places]
-        for (registry, name), tensor in zip(self._places, tensors, strict=True):
-            registry[name] = tensor
-        return before
+        found = self._body.run(self._call.arguments(tensors))
+        if any(one is not self._parameters.get(name, one) for name, one in self._body.named_buffers()):
+            raise NotAlone("stores something of its call in a tensor")
+        return found
 
     @contextmanager
     def _grad(self) -> Iterator[None]:
@@ -246,7 +233,6 @@ def _mark(leaf: Any) -> tuple[int, int]:
 
 
 def _compare(runs: _Runs, has_gradients: bool) -> str:  # noqa: FBT001
-    """Return how exactly runs agree, or raise ``NotAlone``."""
     num = runs.num_tokens
     every = torch.arange(num, device=runs.device)
     fewer = torch.randperm(num, generator=torch.Generator().manual_seed(0))[: num // 2].to(runs.device)

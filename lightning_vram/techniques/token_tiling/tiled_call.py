@@ -227,7 +227,6 @@ class TiledCall:
 
 
 def _taking(samples: SavedSamples) -> saved_tensors_hooks:
-    """Return a context in which samples are taken of what autograd saves."""
 
     def pack(tensor: Tensor) -> Tensor:
         samples.take(tensor)

@@ -16,7 +16,7 @@ from torch._functorch import config
 from torch.nn import functional as F
 
 from lightning_vram import ActivationCheckpointing
-from lightning_vram.callbacks.activation_checkpointing import budget as compiled_layers
+from lightning_vram.callbacks.activation_checkpointing import callback as compiled_layers
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.private_names.dispatcher import LEAST_SHARE
 

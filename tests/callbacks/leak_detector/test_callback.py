@@ -11,8 +11,7 @@ from support.helpers import LitManual, LitTiny, TinyCNN
 
 from lightning_vram.callbacks.leak_detector import LeakDetector
 from lightning_vram.callbacks.leak_detector.callback import MemoryLeakError
-from lightning_vram.memory.leaks.allocations import AllocationTracker, StepWatch
-from lightning_vram.memory.leaks.holders import Link
+from lightning_vram.memory.leaks.holders import Link, StepWatch
 from lightning_vram.memory.leaks.search import LeakSearch, LiveBytes
 
 
@@ -75,7 +74,7 @@ def test_nothing_of_it_stays_after_a_fit_or_an_error(make_trainer):
     assert not {"run"} & (vars(loop.automatic_optimization).keys() | vars(loop.manual_optimization).keys())
     assert "validation_step" not in vars(trainer.strategy)
     del loop
-    kinds = (AllocationTracker, StepWatch, Link, LeakSearch)
+    kinds = (StepWatch, Link, LeakSearch)
     gc.collect()
     assert [type(thing).__name__ for thing in gc.get_objects() if type(thing) in kinds] == []
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from lightning_vram.callbacks.leak_detector import LeakDetector
-from lightning_vram.memory.leaks.allocations import AllocationTracker, StepWatch
+from lightning_vram.memory.leaks.holders import StepWatch
 from lightning_vram.memory.leaks.search import LiveBytes
 
 WIDTH, NUM_BATCHES, NUM_EPOCHS = 256, 8, 6  # 8 KiB in each result of a layer
@@ -380,4 +380,4 @@ def test_nothing_is_reported_of_a_compiled_model(make_trainer, counting):
 def test_nothing_of_a_fit_stays(make_trainer, counting):
     model = Clean()
     fit(model, make_trainer)
-    assert not [thing for thing in gc.get_objects() if type(thing) in (AllocationTracker, StepWatch)]
+    assert not [thing for thing in gc.get_objects() if type(thing) is StepWatch]

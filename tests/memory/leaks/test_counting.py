@@ -1,4 +1,4 @@
-"""LiveBytes: the host's memory to the byte and a bit, and a pace that costs little."""
+"""LiveBytes: the host's memory to the byte and a bit."""
 
 import platform
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_vram.memory.leaks import search
-from lightning_vram.memory.leaks.search import LiveBytes, Pace
+from lightning_vram.memory.leaks.search import LiveBytes
 from lightning_vram.memory.units import KIB, MIB
 
 HOST = torch.device("cpu")
@@ -41,20 +41,6 @@ def test_a_counter_that_does_not_see_tensors_is_not_used(monkeypatch):
 def test_a_library_without_a_counter_counts_nothing(monkeypatch):
     monkeypatch.setattr(search, "_c_library", lambda: None)
     assert LiveBytes(HOST).read() == {}
-
-
-def test_pace(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(search.time, "perf_counter", lambda: now[0])
-    pace = Pace()
-    assert not pace.slow_down(0.9)  # the first second is free
-    assert pace.slow_down(0.2)
-    assert pace.stride == 2
-    assert [pace.is_due(step) for step in range(4)] == [True, False, True, False]
-    now[0] = 100.0  # half a second for a hundred
-    assert not pace.slow_down(0.4)
-    assert pace.slow_down(0.2)
-    assert pace.stride == 4
 
 
 @pytest.mark.device

@@ -21,11 +21,11 @@ def test_a_steady_rise_is_told_by_its_slope():
 
 
 def test_it_takes_all_counts():
-    assert series(4 * KIB * step for step in range(19)).steady_bytes() is None
+    assert series(4 * KIB * step for step in range(19)).steady_bytes() == 0
 
 
 def test_a_slope_below_the_least_is_none():
-    assert series(range(0, 20 * 1023, 1023)).steady_bytes() is None
+    assert series(range(0, 20 * 1023, 1023)).steady_bytes() == 0
     assert series(range(0, 20 * 1024, 1024)).steady_bytes() == 1024
 
 
@@ -42,7 +42,7 @@ def test_a_slope_below_the_least_is_none():
     ids=["flat", "windows", "a fall", "a cache that filled up", "one leap", "falling"],
 )
 def test_other_courses_are_none(counts):
-    assert series(counts).steady_bytes() is None
+    assert series(counts).steady_bytes() == 0
 
 
 def test_batches_of_different_lengths_are_no_growth():
@@ -50,22 +50,8 @@ def test_batches_of_different_lengths_are_no_growth():
     growth, found = Growth(20, KIB), 0
     for _ in range(2000):
         growth.add(10**9 + source.randrange(10**7))
-        found += growth.steady_bytes() is not None
+        found += growth.steady_bytes() > 0
     assert found <= 2  # by chance: each costs one look
-
-
-def test_growth_below_the_noise_shows_in_the_least_of_sixteen():
-    source = random.Random(0)
-    growth = Growth(20, KIB)
-    found = []
-    for step in range(320):
-        growth.add(10**9 + 20 * KIB * step + source.randrange(10**6))
-        found.append(growth.steady_bytes())
-    assert found[-1] == pytest.approx(20 * KIB, rel=0.1)
-
-
-def test_leaps_are_growth_in_the_long_run():
-    assert series(64 * KIB * (step // 10) for step in range(320)).steady_bytes() == pytest.approx(6.4 * KIB, rel=0.1)
 
 
 @pytest.mark.parametrize(("slope", "expected"), [(4 * KIB, True), (KIB, True), (KIB // 4, False), (0, False)])
@@ -79,4 +65,4 @@ def test_a_restart_forgets():
     growth = series(4 * KIB * step for step in range(320))
     growth.restart()
     assert not growth.is_full
-    assert growth.steady_bytes() is None
+    assert growth.steady_bytes() == 0

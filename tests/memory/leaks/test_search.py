@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_vram.memory.leaks.holders import read_attributes
 from lightning_vram.memory.leaks.search import LeakSearch, Program
 
 SAVED_COPY_BYTES = 4096
@@ -21,7 +20,6 @@ class Training:
     def __init__(self, room: float = math.inf) -> None:
         self.net = nn.Linear(8, 8)
         self.kept: list[torch.Tensor] = []
-        self.all = torch.zeros(0)
         self.num_kept = 0
         self.modes = []
         program = Program(
@@ -31,16 +29,11 @@ class Training:
             names=lambda: {id(self): "training"},
             follows_operators=True,
             room=lambda: room,
-            attributes=lambda: read_attributes([("training", self)]),
         )
         self.search = LeakSearch(program, PATIENCE, 1024, set())
 
     def keep(self):
         self.kept.append(torch.zeros(1024))
-        self.num_kept += 1
-
-    def join(self):
-        self.all = torch.cat([self.all, torch.zeros(1024)])
         self.num_kept += 1
 
     def run(self, num_steps, step=None, num_steps_left=10.0):
@@ -123,33 +116,6 @@ def test_growth_without_tensors_is_none():
     for _ in range(3):
         assert training.run(20, step) == []
         training.search.end_epoch()
-
-
-def test_one_tensor_that_is_made_anew_is_told_once_it_outlives_the_epoch():
-    training = Training()
-    assert training.run(30, training.join) == []
-    training.search.end_epoch()
-    (leak,) = training.run(30, training.join)
-    assert (leak.bytes_per_step, leak.tensor_bytes, leak.sites) == (SAVED_COPY_BYTES, SAVED_COPY_BYTES, ())
-    assert [str(holder) for holder in leak.holders] == [
-        "training.all: reallocated at each step, larger each time. Clear it, or limit its length."
-    ]
-
-
-@pytest.mark.quick_sample(1)
-@pytest.mark.parametrize("num_steps", [15, 23, 40])
-def test_it_is_no_leak_if_an_epoch_begins_it_anew(num_steps):
-    training = Training()
-    for _ in range(5):
-        assert training.run(num_steps, training.join) == []
-        training.search.end_epoch()
-        training.all = torch.zeros(0)
-
-
-def test_it_is_told_before_memory_runs_out():
-    training = Training(room=10.5 * SAVED_COPY_BYTES)
-    assert training.run(40, training.join, num_steps_left=10.0) == []
-    assert len(training.run(30, training.join, num_steps_left=11.0)) == 1
 
 
 def test_what_nobody_can_see_is_told_by_its_origin():

@@ -834,7 +834,7 @@ def test_inputs_that_do_not_equal_themselves_are_no_overwritten_ones(kind):
     hidden = torch.full((2, 8), torch.nan if kind == "nan, twice" else 1.0)
     for _ in range(2):
         model.blocks[0](hidden, hidden if kind == "nan, twice" else hidden.to_sparse()).sum().backward()
-    assert vars(model.blocks[0])["_activation_checkpointing"].observations[None].overwrites_inputs is False
+    assert vars(model.blocks[0])["_activation_checkpointing"].parts[None].observation.overwrites_inputs is False
 
 
 def test_a_layer_that_overwrites_shared_memory_is_refused():

@@ -7,8 +7,10 @@ import torch
 from support.devices import DEVICE, at_size, requested_bytes
 from torch import Tensor, nn
 
-from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.activation_checkpointing.budget import BudgetedCheckpointing
+from lightning_vram.techniques.activation_checkpointing.apply import (
+    BudgetedCheckpointing,
+    apply_activation_checkpointing,
+)
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_vram.core.recomputed_saves import RecomputationError
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
+from lightning_vram.techniques.activation_checkpointing.recomputed_call import Observation, SavedArguments
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
-from lightning_vram.techniques.activation_checkpointing.saved_arguments import SavedArguments
 
 
 class Graph:
@@ -240,7 +240,7 @@ def test_a_layer_that_overwrites_a_large_tensor_in_an_object_is_refused():
 def test_modules_functions_and_large_containers_are_shared():
     net, table = nn.Linear(1, 1), {number: [number] for number in range(5000)}
     kept = SavedArguments(((Graph(net), Graph(len), Graph(table), Graph(int)), {}), overwrites_inputs=False)
-    kept.settle()
+    kept.settle(Observation(overwrites_inputs=False), "net")
     first, *_ = given = kept.give(is_overwritten=False)[0]
     assert first.x is net
     assert given[1].x is len
@@ -251,7 +251,7 @@ def test_modules_functions_and_large_containers_are_shared():
 def test_an_object_given_twice_stays_one():
     graph = Graph(torch.ones(2))
     kept = SavedArguments(((graph,), {"again": graph}), overwrites_inputs=False)
-    kept.settle()
+    kept.settle(Observation(overwrites_inputs=False), "net")
     args, kwargs = kept.give(is_overwritten=False)
     assert args[0] is kwargs["again"] is not graph
     assert args[0].x is not graph.x
@@ -281,7 +281,7 @@ def test_loggers_and_resources_are_shared_and_sealed_lists_are_copied():
     graph = Graph(torch.ones(2))
     graph.logger, graph.resource, graph.sealed = logger, resource, sealed
     kept = SavedArguments(((graph,), {}), overwrites_inputs=False)
-    kept.settle()
+    kept.settle(Observation(overwrites_inputs=False), "net")
     (given,), _ = kept.give(is_overwritten=False)
     assert given.logger is logger
     assert (logger.handlers is handlers, logger.manager is manager) == (True, True)

@@ -79,15 +79,17 @@ def count(self: Any, hidden: Tensor) -> Tensor:
 
 
 class Gain(nn.Module):
-    """Computes with a buffer, and with a tensor that is none."""
+    """Computes with a buffer, or with a tensor that is none."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_buffer: bool = True) -> None:
         super().__init__()
         self.gain = torch.ones(WIDTH)
-        self.register_buffer("shift", torch.ones(WIDTH))
+        if is_buffer:
+            del self.gain
+            self.register_buffer("gain", torch.ones(WIDTH))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden * self.gain + self.shift
+        return hidden * self.gain
 
 
 def with_buffer(module: nn.Module) -> nn.Module:
@@ -284,6 +286,7 @@ def test_without_values_random_numbers_tell():
         nets["alone"] = nn.Sequential(
             nn.RMSNorm(WIDTH), Gain(), nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(), nn.Linear(32, 32), nn.Softmax(-1)
         )
+        nets["a tensor that is no buffer"] = nn.Sequential(nn.Linear(WIDTH, WIDTH), Gain(is_buffer=False))
     drawn = torch.get_rng_state()
     handle = apply_token_tiling(nets, list(nets), tile=16)
     for net in nets.values():

@@ -8,13 +8,14 @@ from itertools import combinations, groupby, product
 import pytest
 
 from lightning_vram.techniques.activation_checkpointing.budget_plan import (
+    BudgetError,
     CallProfile,
     Decisions,
     OperatorProfile,
     StepProfile,
     predict_peak,
+    solve,
 )
-from lightning_vram.techniques.activation_checkpointing.budget_solver import BudgetError, solve
 
 MIB = 2**20
 SHARES = (0.9, 0.75, 0.5, 0.3, 0.1)
