@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool
+from lightning_vram.argument_checks import check_bool, check_choice
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.techniques.in_place_fusion import FrozenNormFolding, Fusion, FusionError, FusionPolicy
@@ -58,11 +58,11 @@ class InPlaceFusion(FitTechnique):
         min_bytes: int | str = 1024,
         dropout: Literal["mask", "replay"] = "mask",
     ) -> None:
-        _check_choice("mode", mode, ("auto", "general"))
+        check_choice("InPlaceFusion(mode)", mode, ("auto", "general"))
         check_bool("InPlaceFusion(inplace)", inplace)
-        _check_choice("abn", abn, (None, "invert"))
+        check_choice("InPlaceFusion(abn)", abn, ("invert", None))
         check_bool("InPlaceFusion(fold_frozen_bn)", fold_frozen_bn)
-        _check_choice("dropout", dropout, ("mask", "replay"))
+        check_choice("InPlaceFusion(dropout)", dropout, ("mask", "replay"))
         self.mode = mode
         self.inplace = inplace
         self.abn = abn
@@ -137,9 +137,3 @@ def _signature(module: pl.LightningModule) -> int:
 
 def _log(sentence: str) -> None:
     rank_zero_info(f"InPlaceFusion {sentence}")
-
-
-def _check_choice(argument: str, value: object, choices: tuple[object, ...]) -> None:
-    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-        listed = ", ".join(map(repr, choices))
-        raise ValueError(f"InPlaceFusion({argument}) must be one of {listed}, got {value!r}.")

@@ -16,12 +16,11 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeig
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from rich.progress import track
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool
+from lightning_vram.argument_checks import check_bool, check_choice
 from lightning_vram.callbacks.hook_points import FitTechnique, refuse_moved_parameters
 from lightning_vram.core.layers import LayerPattern, check_layers
 from lightning_vram.core.patching import MethodPatch, replace_by
@@ -199,10 +198,14 @@ class QuantizeFrozenWeights(FitTechnique):
         _check_int("bits", bits, "8 or 4", (8, 4))
         check_layers("QuantizeFrozenWeights(layers)", layers)
         _check_int("block_size", block_size, "a power of two from 16 to 4096", [2**power for power in range(4, 13)])
-        if save not in ("all", "trainable"):
-            raise ValueError(f"QuantizeFrozenWeights(save) must be 'all' or 'trainable', got {save!r}.")
+        check_choice("QuantizeFrozenWeights(save)", save, ("all", "trainable"))
         check_bool("QuantizeFrozenWeights(keep)", keep)
-        _check_library(library, block_size)
+        check_choice("QuantizeFrozenWeights(library)", library, get_args(Library))
+        if library == "bitsandbytes" and block_size < MIN_BLOCK_SIZE:
+            raise ValueError(
+                f"QuantizeFrozenWeights(library='bitsandbytes') has blocks of {MIN_BLOCK_SIZE} or more, got "
+                f"block_size={block_size}: use block_size={MIN_BLOCK_SIZE}, or library='own'."
+            )
         self.bits = bits
         self.layers = layers
         self.block_size = block_size
@@ -245,7 +248,6 @@ class QuantizeFrozenWeights(FitTechnique):
         def give_memory(part: nn.Module) -> None:
             materialize(part, seed=_SEED, model=module, uninitialized_ok=is_loaded)
 
-        is_shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         self._quantized = quantize_frozen_weights(
             module,
             self.bits,
@@ -254,7 +256,6 @@ class QuantizeFrozenWeights(FitTechnique):
             library=self.library,
             give_memory=give_memory,
             device=trainer.strategy.root_device,
-            follow=partial(track, description="Quantizing frozen weights", transient=True, disable=not is_shown),
         )
         if has_meta(module) and not hasattr(trainer.strategy, "moments"):  # fsdp_offload does it shard by shard
             give_memory(module)
@@ -316,17 +317,6 @@ def _check_int(argument: str, value: object, allowed: str, numbers: Container[in
         raise TypeError(f"{_NAME}({argument}) must be {allowed}, got {value!r} of type {type(value).__name__}.")
     if value not in numbers:
         raise ValueError(f"{_NAME}({argument}) must be {allowed}, got {value}.")
-
-
-def _check_library(library: object, block_size: int) -> None:
-    if library not in get_args(Library):
-        named = ", ".join(map(repr, get_args(Library)))
-        raise ValueError(f"QuantizeFrozenWeights(library) must be one of {named}, got {library!r}.")
-    if library == "bitsandbytes" and block_size < MIN_BLOCK_SIZE:
-        raise ValueError(
-            f"QuantizeFrozenWeights(library='bitsandbytes') has blocks of {MIN_BLOCK_SIZE} or more, got "
-            f"block_size={block_size}: use block_size={MIN_BLOCK_SIZE}, or library='own'."
-        )
 
 
 def _check_run(callback: Callback, trainer: pl.Trainer, *, has_frozen: bool) -> None:

@@ -1,16 +1,14 @@
 """Save activations in fewer bytes: lossless where possible, with a bounded error where asked.
 
 Lossless: bool masks and dropout's float masks as bits, indices of pools, sorts and maxima in the smallest integer type,
-results of ReLU as bits if only ReLU saved them, one copy of what was saved several times. Gradients are bit-exact. With
-a bounded error, for chosen layers: activations in bf16, fp8 or int8.
+one copy of what was saved several times. Gradients are bit-exact. With a bounded error, for chosen layers: activations
+in bf16, fp8 or int8.
 
-Cost: a Python call per operator and per saved tensor, and one pass over what is encoded and decoded. No gain: a ReLU in
-place, in front of a convolution, which saves the values anyway, or inside another stage; what a
+Cost: a Python call per operator and per saved tensor, and one pass over what is encoded and decoded. No gain: what a
 ``torch.autograd.Function`` holds in attributes, what ``torch.func`` transforms, compiled code and the user's own
 saved-tensor hooks save. Memory that the model itself keeps alive is not freed: the bits are stored in addition. A write
 that PyTorch does not see (NumPy, a custom kernel) after a save does not reach the backward, and neither does a write to
 ``.data`` after the stage was left; between two saves of one tensor it is noticed on the CPU only.
-``grad_fn._saved_result`` of a ReLU shows ones and zeros.
 """
 
 import math
@@ -27,17 +25,15 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, is_exact_only
-from lightning_vram.core.layers import LayerSelection, RunningLayers
-from lightning_vram.core.tensors.codecs import LOSSY_FORMATS, LossyFormat, encoded_itemsize
+from lightning_vram.core.layers import RunningLayers
+from lightning_vram.core.tensors.codecs import LossyFormat, encoded_itemsize
 from lightning_vram.core.tensors.properties import alias, flat_as_stored, is_dense
 from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.memory.storages import ByStorage, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
-from lightning_vram.memory.units import parse_bytes
 from lightning_vram.private_names.dispatcher import hide_from_dynamo
-from lightning_vram.private_names.torch import base_of, has_own_result, innermost_hooks, is_view, without_autocast
+from lightning_vram.private_names.torch import base_of, is_view, without_autocast
 from lightning_vram.techniques.activation_compression.encoded_storage import (
     Encode,
     Encoded,
@@ -62,7 +58,7 @@ class CompressionReport:
     """Bytes that plain autograd would have kept, parameters and buffers not counted."""
     kept_bytes: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
-    """Encodings by kind: ``"mask"``, ``"two values"``, ``"indices"``, ``"signs"``, and those with a loss."""
+    """Encodings by kind: ``"mask"``, ``"two values"``, ``"indices"``, and those with a loss."""
 
 
 @dataclass(slots=True)
@@ -98,20 +94,16 @@ class CompressionStage(SavedTensorStage):
         lossless: Whether to do what changes no gradient.
         lossy: Format of what else ``layers`` save: ``"bf16"``, ``"fp8"`` (e4m3) or ``"int8"``; ``None``: as it is. See
             ``encode`` for the error.
-        layers: Modules, or a selection. ``None``: all that is saved.
+        layers: Modules that save with a loss. ``None``: all.
         block_size: Neighbours in memory that share a scale, for ``"fp8"`` and ``"int8"``.
-        min_bytes: Smaller tensors are left as they are; bytes, or text such as ``"4KiB"``.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If a number is too small, ``lossy`` is unknown, or ``layers`` are given without ``lossy``.
+        min_bytes: Smaller tensors are left as they are.
 
     Example:
-        >>> net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 1))
+        >>> net = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 1))
         >>> with CompressionStage(net) as stage:
         ...     loss = net(torch.ones(64, 64)).sum()
         >>> sorted(stage.report.kinds)
-        ['signs', 'two values']
+        ['two values']
         >>> loss.backward()
     """
 
@@ -121,25 +113,15 @@ class CompressionStage(SavedTensorStage):
         *,
         lossless: bool = True,
         lossy: LossyFormat | None = None,
-        layers: LayerSelection | Sequence[nn.Module] | None = None,
+        layers: Sequence[nn.Module] | None = None,
         block_size: int = 128,
-        min_bytes: int | str = 1024,
+        min_bytes: int = 1024,
     ) -> None:
         super().__init__(module)
-        if lossy is not None and lossy not in LOSSY_FORMATS:
-            raise ValueError(f"CompressionStage(lossy) must be 'bf16', 'fp8', 'int8' or None, got {lossy!r}.")
-        if layers is not None and lossy is None:
-            raise ValueError(
-                "CompressionStage(layers) needs a lossy format, got lossy=None. "
-                "Set lossy to 'bf16', 'fp8' or 'int8', or leave layers out."
-            )
-        check_positive_int("CompressionStage(block_size)", block_size)
-        self._lossless, self._lossy, self._block_size = lossless, lossy, block_size
-        self._min_bytes = parse_bytes(min_bytes, "CompressionStage(min_bytes)")
-        self._layers = RunningLayers(_modules_of(layers)) if layers is not None else None
+        self._lossless, self._lossy, self._block_size, self._min_bytes = lossless, lossy, block_size, min_bytes
+        self._layers = RunningLayers(layers) if layers is not None else None
         self._notes = ValueNotes(notes_exact=lossy is not None)
         self._memories: ByStorage[_Memory] = ByStorage()
-        self._pending: tuple[_Memory, int, weakref.ref[Encoded]] | None = None  # ReLU's result, and its stream
         self.keeps_exact = self.has_exact = self.gives_exact = False
         """Whether runs keep the exact numbers, too; whether the last one did; whether backwards compute with them."""
         self.report = CompressionReport()
@@ -148,19 +130,13 @@ class CompressionStage(SavedTensorStage):
     def begin(self, stack: ExitStack) -> OperatorSubscriber | None:
         self.report = CompressionReport()
         self.has_exact = self.keeps_exact
-        for end in (self._notes.clear, self._memories.clear, self._shrink_pending):
-            stack.callback(end)
+        stack.callback(self._notes.clear)
+        stack.callback(self._memories.clear)
         if self._layers is not None:
             stack.enter_context(self._layers.watching())
         self._notes.buffers, self._notes.listener = frozenset(self._buffers), self
         stack.enter_context(self._notes)
         return self._notes
-
-    @override
-    def __exit__(self, *error: object) -> None:
-        if any(error):
-            self._pending = None  # no backward comes, and after an error of the device nothing can be packed
-        super().__exit__(*error)
 
     @hide_from_dynamo
     def on_exact_argument(self, tensor: Tensor) -> None:
@@ -178,7 +154,7 @@ class CompressionStage(SavedTensorStage):
             return
         memory.num_writes += 1
         encodings = memory.encodings() if is_certain else []
-        if encodings or self._is_pending(memory):
+        if encodings:
             self._keep_whole(memory, target.untyped_storage().nbytes())
         for made in encodings:
             elements = torch.empty(0, dtype=made.dtype, device=target.device).set_(target.untyped_storage())
@@ -192,16 +168,11 @@ class CompressionStage(SavedTensorStage):
         if memory is None:
             self._memories.note(tensor, memory := _Memory())
             self.report.saved_bytes += tensor.untyped_storage().nbytes()
-        if self._pending is not None and not self._is_pending(memory):
-            self._shrink_pending()
         is_lossy = self._lossy is not None and self._may_be_lossy(tensor, self._lossy)
         made = self._find_shared(tensor, memory, is_lossy=is_lossy) if memory.made else None
         if made is None and tensor.nbytes >= self._min_bytes and _is_whole_memory(tensor):
-            if self._lossless and self._saves_signs(tensor):
-                saved = Encoded(tensor, alias(tensor))
-                self._pending = memory, stream_id(tensor.device), weakref.ref(saved)
-                return saved
-            made = self._encode(tensor, memory, *self._choose(tensor, memory, is_lossy=is_lossy))
+            encode, kind = self._choose(tensor, memory, is_lossy=is_lossy)
+            made = self._encode(tensor, memory, encode, kind) if encode is not None else None
         return Encoded(tensor, made) if made is not None else self._leave(tensor, memory)
 
     def _may_be_lossy(self, tensor: Tensor, lossy: LossyFormat) -> bool:
@@ -216,7 +187,7 @@ class CompressionStage(SavedTensorStage):
 
     def _find_shared(self, tensor: Tensor, memory: _Memory, *, is_lossy: bool) -> EncodedStorage | None:
         for made in memory.encodings(memory.state(tensor)):
-            if made.kind != "signs" and (is_lossy or made.kind != self._lossy):
+            if is_lossy or made.kind != self._lossy:
                 return made if made.still_holds(tensor) else None
         return None
 
@@ -233,12 +204,12 @@ class CompressionStage(SavedTensorStage):
             return partial(encode_lossy, to=self._lossy, block_size=self._block_size), self._lossy
         return None, ""
 
-    def _encode(self, tensor: Tensor, memory: _Memory, encode: Encode | None, kind: str) -> EncodedStorage | None:
+    def _encode(self, tensor: Tensor, memory: _Memory, encode: Encode, kind: str) -> EncodedStorage | None:
         try:
-            encoding = encode(elements_of(tensor)) if encode is not None else None
+            encoding = encode(elements_of(tensor))
         except torch.OutOfMemoryError:  # the tensor as it is needs no more
             return None
-        if encode is None or encoding is None or encoding.num_bytes >= tensor.untyped_storage().nbytes():
+        if encoding is None or encoding.num_bytes >= tensor.untyped_storage().nbytes():
             return None
         encoding = encoding._replace(pieces=[self.hand_on(piece) or piece for piece in encoding.read()])
         made = EncodedStorage(tensor, kind, memory.state(tensor), encode, encoding)
@@ -249,35 +220,6 @@ class CompressionStage(SavedTensorStage):
         self.report.kinds[kind] += 1
         self.report.kept_bytes += made.encoding.num_bytes
         return made
-
-    # Of ReLU's own result its backward needs the signs only, but a convolution behind it saves the same tensor for its
-    # values, and mostly does so next. So the result is kept as it is until something else is saved. That it is ReLU's
-    # own save shows in the node, which has not got its result yet: that lasts to the end of this save, and as the
-    # result was not made in place, nobody else has it before. Whoever saves the values later gets the signs given up.
-
-    def _saves_signs(self, tensor: Tensor) -> bool:
-        """Whether a ReLU is saving its own result, and no other stage or hooks may want the values."""
-        node = tensor.grad_fn
-        if node is None or node.name() != "ReluBackward0" or version_of(tensor) != 0 or self._next is not None:
-            return False
-        hooks = innermost_hooks()
-        return hooks is not None and hooks[0] == self._pack and not has_own_result(node)
-
-    def _is_pending(self, memory: _Memory) -> bool:
-        return self._pending is not None and self._pending[0] is memory
-
-    def _shrink_pending(self) -> None:
-        (memory, stream, reference), self._pending = self._pending or (None, 0, lambda: None), None
-        saved = reference()
-        if memory is None or saved is None or not isinstance(tensor := saved.source, Tensor):
-            return
-        with torch.no_grad(), without_autocast():
-            is_computed = stream == stream_id(tensor.device)  # in another, it may not be yet
-            made = self._encode(tensor, memory, pack_mask if is_computed else None, "signs")
-        if made is not None:
-            saved.source = made
-        else:
-            self._keep_whole(memory, tensor.untyped_storage().nbytes())
 
     def _leave(self, tensor: Tensor, memory: _Memory) -> StoredTensor | None:
         """Leave a tensor as it is; what was made of its memory before is given up for it."""
@@ -295,27 +237,9 @@ class CompressionStage(SavedTensorStage):
         return handed
 
     def _keep_whole(self, memory: _Memory, num_bytes: int) -> None:
-        if self._is_pending(memory):
-            self._pending = None
         if not memory.is_whole:
             memory.is_whole = True
             self.report.kept_bytes += num_bytes
-
-
-def _modules_of(layers: Any) -> list[nn.Module]:
-    modules: list[nn.Module] = []
-    if isinstance(layers, LayerSelection):
-        for layer in layers.layers:
-            modules += list(layer.module.children())[slice(*layer.span)] if layer.span is not None else [layer.module]
-        return modules
-    for module in layers if isinstance(layers, Sequence) else [layers]:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                "CompressionStage(layers) must be modules, such as select_layers() finds them by name, "
-                f"got {module!r} of type {type(module).__name__}."
-            )
-        modules.append(module)
-    return modules
 
 
 def _is_whole_memory(tensor: Tensor) -> bool:

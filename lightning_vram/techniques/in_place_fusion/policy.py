@@ -16,15 +16,16 @@ from torch import nn
 from lightning_vram.core.patching import Swaps
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.private_names.dispatcher import is_compiled
-from lightning_vram.techniques.in_place_fusion.folding import (
+from lightning_vram.techniques.in_place_fusion.norm_pairs import (
     BATCH_NORMS,
     CONVOLUTIONS,
+    Pairs,
+    apply_inplace_abn,
     can_fold,
+    can_invert,
     fold_frozen_batch_norm,
 )
-from lightning_vram.techniques.in_place_fusion.inplace_abn import apply_inplace_abn, can_invert
 from lightning_vram.techniques.in_place_fusion.observed_links import StepObserver
-from lightning_vram.techniques.in_place_fusion.pairs import Pairs
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation, apply_compiled_recomputation
 
 _INVERTIBLE = (nn.LeakyReLU, nn.ELU)

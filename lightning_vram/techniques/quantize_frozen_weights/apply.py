@@ -1,6 +1,6 @@
 """Quantize weights of frozen layers to 8 or 4 bits, layer by layer, and dequantize them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,7 +118,6 @@ def quantize_frozen_weights(  # noqa: PLR0913 - by name
     library: Library = "own",
     give_memory: Callable[[nn.Module], object] | None = None,
     device: torch.device | None = None,
-    follow: Callable[[Sequence[str]], Iterable[str]] = iter,
 ) -> "QuantizedLayers":
     """Quantize weights of frozen layers of ``model``, until :meth:`QuantizedLayers.remove`.
 
@@ -134,7 +133,6 @@ def quantize_frozen_weights(  # noqa: PLR0913 - by name
         library: Whose kernels dequantize; ``"auto"``: bitsandbytes where it is installed and faster.
         give_memory: Called with a layer on the meta device, to load it; else it must be loaded later.
         device: Quantizes weights in parts; the bytes go to the device of the weight. ``None``: that one quantizes.
-        follow: Iterates over the names of the layers, for example with a progress bar.
 
     Example:
         >>> import torch
@@ -157,8 +155,8 @@ def quantize_frozen_weights(  # noqa: PLR0913 - by name
     quantized = QuantizedLayers()
     done: dict[int, nn.Parameter] = {}
     try:
-        for name in follow(list(chosen)):
-            quantized.layers[name] = layer = chosen[name]
+        for name, layer in chosen.items():
+            quantized.layers[name] = layer
             if (weight := quantized_weight(layer)) is None:
                 weight = _quantize(layer, name, packing, device, done, give_memory)
             weight.form.library = library

@@ -26,7 +26,7 @@ from lightning_vram.demos import ByteGPT, DigitsResNet
 from lightning_vram.techniques.activation_compression import encoded_storage
 from lightning_vram.techniques.activation_compression import stage as compression_stage
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
 SIDE = 32  # a float tensor of SIDE x SIDE has 4096 bytes: above the threshold of 1024
 NUMBER_BYTES = 4

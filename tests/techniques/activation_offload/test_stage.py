@@ -27,7 +27,7 @@ from lightning_vram.memory.units import KIB, MIB
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 from lightning_vram.techniques.activation_offload.items import OffloadedItem, find_span
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
 SIDE = 64
 MATRIX = SIDE * SIDE * 4
