@@ -275,6 +275,19 @@ def replace_run_backward(run: RunBackward) -> None:
     setattr(*ENGINE, run)
 
 
+def has_own_result(node: Any) -> bool:
+    """Whether a node of the graph has saved its result, or may have; not while it is saving it."""
+    saved = getattr(node, "_raw_saved_result", None)
+    if saved is None or not hasattr(saved, "data") or not hasattr(saved, "unpack_hook"):
+        return True
+    if saved.data is not None or saved.unpack_hook is not None:
+        return True  # others save it
+    try:
+        return node._saved_result is not None
+    except RuntimeError:  # it had its result, and a backward has freed it
+        return True
+
+
 def innermost_hooks() -> SavedTensorHooks | None:
     """Return the saved-tensor hooks that autograd would call now."""
     ignore_is_tracing = False

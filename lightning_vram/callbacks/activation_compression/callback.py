@@ -22,11 +22,10 @@ from lightning_vram.techniques.activation_compression import CompressionStage, g
 class ActivationCompression(FitTechnique):
     """Store saved activations in fewer bytes: exact by default, in low precision with ``lossy``.
 
-    By default, masks of dropout and other boolean tensors are stored as bits, indices of pooling and sorting as small
-    integers, and memory that is saved twice is stored once: weights, gradients, buffers and random numbers are bitwise
-    identical to the baseline. Prefer ``InPlaceFusion`` to this where it works: it saves more. With ``lossy``,
-    activations of chosen layers lose precision for the backward only; the forward stays exact, and gradients are
-    approximate.
+    By default, masks of ReLU and dropout are stored as bits, indices of pooling and sorting as small integers, and
+    memory that is saved twice is stored once: weights, gradients, buffers and random numbers are bitwise identical to
+    the baseline. Prefer ``InPlaceFusion`` to this where it works: it saves more. With ``lossy``, activations of chosen
+    layers lose precision for the backward only; the forward stays exact, and gradients are approximate.
 
     Args:
         lossless: Whether to apply the exact encodings.

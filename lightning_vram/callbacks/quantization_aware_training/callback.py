@@ -230,9 +230,8 @@ def quantize_after_fit(
             save_quantized(module, quantization, path)
     finally:
         quantization.remove()
-    result = QuantizedMetrics(before, after)
-    rank_zero_info(f"quantize_after_fit saved {path}:\n{result}")
-    return result
+    rank_zero_info(f"quantize_after_fit saved {path}:\n{QuantizedMetrics(before, after)}")
+    return QuantizedMetrics(before, after)
 
 
 def _find_fitted_module(trainer: pl.Trainer) -> pl.LightningModule:

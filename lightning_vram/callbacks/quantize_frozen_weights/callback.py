@@ -74,15 +74,11 @@ class Checkpoints:
         """Return weights of a checkpoint in the format that the module has."""
         module = self._trainer.lightning_module
         own, frozen = module.state_dict(), _frozen_names(module)
-        for name, value in given.items():
-            if _is_packed(value) and isinstance(own.get(name), Tensor) and own[name].is_floating_point():
-                raise ValueError(
-                    f"the checkpoint has {name} quantized, and this run does not quantize it: name its layer in "
-                    "QuantizeFrozenWeights(layers), and freeze it."
-                )
         if frozen and frozen.isdisjoint(given):  # it was saved without
             # a module may leave them out of its state_dict, and have strict_loading=False
-            return {**given, **{name: _whole(own[name]) for name in frozen & own.keys()}}
+            kept = {name: own[name] for name in frozen & own.keys()}
+            whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in kept.items()}
+            return {**given, **whole}
         full = {name: given[name] for name in _full_precision_names(given, own)}
         if full:
             module.load_state_dict(full, strict=False)  # into what ``own`` shares
@@ -117,17 +113,10 @@ def _frozen_names(module: nn.Module) -> set[str]:
     return {name for name, parameter in named if not parameter.requires_grad}
 
 
-def _is_packed(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dtype is torch.uint8
-
-
 def _full_precision_names(given: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Names of weights that are quantized here, and not in the checkpoint."""
-    return [name for name, value in given.items() if _is_packed(own.get(name)) and value.is_floating_point()]
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    packed = {name for name, value in own.items() if isinstance(value, Tensor) and value.dtype is torch.uint8}
+    return [name for name, value in given.items() if name in packed and value.is_floating_point()]
 
 
 _NAME, _SEED = "QuantizeFrozenWeights", 0
@@ -173,7 +162,8 @@ class QuantizeFrozenWeights(FitTechnique):
         TypeError: If an argument has the wrong type.
         ModuleNotFoundError: In ``setup``, if the library is not installed.
         ValueError: If an argument has an invalid value. Before training, if ``layers`` matches a layer that cannot be
-            quantized, or a checkpoint has weights with another ``bits`` or ``block_size``.
+            quantized.
+        RuntimeError: Before training, if a checkpoint has weights with another ``bits`` or ``block_size``.
         MisconfigurationException: In ``setup``, if the Trainer comes from ``pytorch_lightning``, has a second
             ``QuantizeFrozenWeights`` or a callback that unfreezes or averages weights, uses FSDP1 or DeepSpeed, or,
             with ``save="trainable"``, a strategy that saves sharded checkpoints.

@@ -41,23 +41,26 @@ class Encoding(NamedTuple):
 Encode = Callable[[Tensor], Encoding | None]
 
 
-def pack_mask(mask: Tensor) -> Encoding:
-    """Keep a mask, bool [n], as bits."""
-    size = mask.numel()
-    return Encoding([pack_bits(mask)], lambda pieces: _unpack(pieces[0], size, torch.bool))
+def can_be_read(tensor: Tensor) -> bool:
+    """Whether a look at the values costs no wait for a device. NumPy writes to no other memory."""
+    return tensor.device.type == "cpu"
 
 
-# What was noted of values is checked on the host: NumPy may have written there past PyTorch. Of fake tensors nothing is
-# known that speaks against it.
+def pack_mask(numbers: Tensor) -> Encoding:
+    """Keep a mask, bool [n], as bits; of other ``numbers``, where ReLU's backward lets gradients pass, NaN included."""
+    dtype, size = numbers.dtype, numbers.numel()
+    mask = numbers if dtype is torch.bool else (numbers <= 0).logical_not_()
+    return Encoding([pack_bits(mask)], lambda pieces: _unpack(pieces[0], size, dtype))
 
 
 def pack_two_values(numbers: Tensor) -> Encoding | None:
-    """Keep ``numbers`` on the host, [n] of any dtype, as bits, if they have two values; ``None`` if they have more."""
+    """Keep ``numbers``, [n] of any dtype, as bits, if they have two values; ``None`` if they have more."""
     dtype, size = numbers.dtype, numbers.numel()
     as_integers = numbers.view(_INTEGERS[dtype.itemsize])  # -0.0 and NaN are values like others
     low, high = as_integers.aminmax()
     is_high = as_integers == high
-    if not isinstance(numbers, FakeTensor) and not (is_high | (as_integers == low)).all():
+    is_fake = isinstance(numbers, FakeTensor)  # of which nothing is known that speaks against what was noted
+    if can_be_read(numbers) and not is_fake and not (is_high | (as_integers == low)).all():
         return None
 
     def decode(pieces: list[Tensor]) -> Tensor:
@@ -70,10 +73,10 @@ def pack_two_values(numbers: Tensor) -> Encoding | None:
 def shrink_indices(indices: Tensor, largest: int) -> Encoding | None:
     """Keep ``indices``, [n], in the smallest integers that hold ``largest``; ``None`` if that is no smaller."""
     dtype = indices.dtype
-    if indices.device.type == "cpu" and not isinstance(indices, FakeTensor):
+    if can_be_read(indices):
         low, high = indices.aminmax()
-        if int(low) < 0 or int(high) > largest:
-            return None
+        if not (isinstance(low, FakeTensor) or (int(low) >= 0 and int(high) <= largest)):
+            return None  # somebody wrote there past PyTorch
     narrow = next((narrow for narrow in _SMALL_INTEGERS if largest <= torch.iinfo(narrow).max), dtype)
     if narrow.itemsize >= dtype.itemsize:
         return None
@@ -122,7 +125,7 @@ class EncodedStorage:
 
     def still_holds(self, tensor: Tensor) -> bool:
         """Whether it encodes what ``tensor`` holds now. On the host it is encoded again: NumPy may have written."""
-        if tensor.dtype is not self.dtype or tensor.device.type != "cpu":
+        if tensor.dtype is not self.dtype or not can_be_read(tensor):
             return tensor.dtype is self.dtype
         again = self._encode(elements_of(tensor))
         return again is not None and all(map(_are_same, self.encoding.read(), again.read()))
@@ -153,21 +156,22 @@ def _are_same(kept: Tensor, made: Tensor) -> bool:
 
 
 class Encoded(StoredTensor):
-    """A saved tensor: where it lies in an encoded memory."""
+    """A saved tensor: where it lies in an encoded memory; or, as long as it is not encoded, itself."""
 
-    __slots__ = ("_place", "_source")
+    __slots__ = ("_place", "source")
 
-    def __init__(self, tensor: Tensor, source: EncodedStorage) -> None:
-        self._source = source
+    def __init__(self, tensor: Tensor, source: EncodedStorage | Tensor) -> None:
+        self.source = source
         self._place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
     @property
     def num_bytes(self) -> int:  # noqa: D102
-        return self._source.encoding.num_bytes
+        return self.source.nbytes if isinstance(self.source, Tensor) else self.source.encoding.num_bytes
 
     @property
     def is_exact(self) -> bool:  # noqa: D102
-        return self._source.is_given_up or self._source.kind not in LOSSY_FORMATS
+        source = self.source
+        return isinstance(source, Tensor) or source.is_given_up or source.kind not in LOSSY_FORMATS
 
     def give(self) -> Tensor:  # noqa: D102
-        return self._source.give(*self._place)
+        return self.source if isinstance(self.source, Tensor) else self.source.give(*self._place)

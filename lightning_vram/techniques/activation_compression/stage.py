@@ -1,14 +1,16 @@
 """Save activations in fewer bytes: lossless where possible, with a bounded error where asked.
 
 Lossless: bool masks and dropout's float masks as bits, indices of pools, sorts and maxima in the smallest integer type,
-one copy of what was saved several times. Gradients are bit-exact. With a bounded error, for chosen layers: activations
-in bf16, fp8 or int8.
+results of ReLU as bits if only ReLU saved them, one copy of what was saved several times. Gradients are bit-exact. With
+a bounded error, for chosen layers: activations in bf16, fp8 or int8.
 
-Cost: a Python call per operator and per saved tensor, and one pass over what is encoded and decoded. No gain: what a
+Cost: a Python call per operator and per saved tensor, and one pass over what is encoded and decoded. No gain: a ReLU in
+place, in front of a convolution, which saves the values anyway, or inside another stage; what a
 ``torch.autograd.Function`` holds in attributes, what ``torch.func`` transforms, compiled code and the user's own
 saved-tensor hooks save. Memory that the model itself keeps alive is not freed: the bits are stored in addition. A write
 that PyTorch does not see (NumPy, a custom kernel) after a save does not reach the backward, and neither does a write to
 ``.data`` after the stage was left; between two saves of one tensor it is noticed on the CPU only.
+``grad_fn._saved_result`` of a ReLU shows ones and zeros.
 """
 
 import math
@@ -33,7 +35,7 @@ from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.memory.storages import ByStorage, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names.dispatcher import hide_from_dynamo
-from lightning_vram.private_names.torch import base_of, is_view, without_autocast
+from lightning_vram.private_names.torch import base_of, has_own_result, innermost_hooks, is_view, without_autocast
 from lightning_vram.techniques.activation_compression.encoded_storage import (
     Encode,
     Encoded,
@@ -58,7 +60,7 @@ class CompressionReport:
     """Bytes that plain autograd would have kept, parameters and buffers not counted."""
     kept_bytes: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
-    """Encodings by kind: ``"mask"``, ``"two values"``, ``"indices"``, and those with a loss."""
+    """Encodings by kind: ``"mask"``, ``"two values"``, ``"indices"``, ``"signs"``, and those with a loss."""
 
 
 @dataclass(slots=True)
@@ -99,11 +101,11 @@ class CompressionStage(SavedTensorStage):
         min_bytes: Smaller tensors are left as they are.
 
     Example:
-        >>> net = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 1))
+        >>> net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 1))
         >>> with CompressionStage(net) as stage:
         ...     loss = net(torch.ones(64, 64)).sum()
         >>> sorted(stage.report.kinds)
-        ['two values']
+        ['signs', 'two values']
         >>> loss.backward()
     """
 
@@ -122,6 +124,7 @@ class CompressionStage(SavedTensorStage):
         self._layers = RunningLayers(layers) if layers is not None else None
         self._notes = ValueNotes(notes_exact=lossy is not None)
         self._memories: ByStorage[_Memory] = ByStorage()
+        self._pending: tuple[_Memory, int, weakref.ref[Encoded]] | None = None  # ReLU's result, and its stream
         self.keeps_exact = self.has_exact = self.gives_exact = False
         """Whether runs keep the exact numbers, too; whether the last one did; whether backwards compute with them."""
         self.report = CompressionReport()
@@ -130,13 +133,19 @@ class CompressionStage(SavedTensorStage):
     def begin(self, stack: ExitStack) -> OperatorSubscriber | None:
         self.report = CompressionReport()
         self.has_exact = self.keeps_exact
-        stack.callback(self._notes.clear)
-        stack.callback(self._memories.clear)
+        for end in (self._notes.clear, self._memories.clear, self._shrink_pending):
+            stack.callback(end)
         if self._layers is not None:
             stack.enter_context(self._layers.watching())
         self._notes.buffers, self._notes.listener = frozenset(self._buffers), self
         stack.enter_context(self._notes)
         return self._notes
+
+    @override
+    def __exit__(self, *error: object) -> None:
+        if any(error):
+            self._pending = None  # no backward comes, and after an error of the device nothing can be packed
+        super().__exit__(*error)
 
     @hide_from_dynamo
     def on_exact_argument(self, tensor: Tensor) -> None:
@@ -154,7 +163,7 @@ class CompressionStage(SavedTensorStage):
             return
         memory.num_writes += 1
         encodings = memory.encodings() if is_certain else []
-        if encodings:
+        if encodings or self._is_pending(memory):
             self._keep_whole(memory, target.untyped_storage().nbytes())
         for made in encodings:
             elements = torch.empty(0, dtype=made.dtype, device=target.device).set_(target.untyped_storage())
@@ -168,9 +177,15 @@ class CompressionStage(SavedTensorStage):
         if memory is None:
             self._memories.note(tensor, memory := _Memory())
             self.report.saved_bytes += tensor.untyped_storage().nbytes()
+        if self._pending is not None and not self._is_pending(memory):
+            self._shrink_pending()
         is_lossy = self._lossy is not None and self._may_be_lossy(tensor, self._lossy)
         made = self._find_shared(tensor, memory, is_lossy=is_lossy) if memory.made else None
         if made is None and tensor.nbytes >= self._min_bytes and _is_whole_memory(tensor):
+            if self._lossless and self._saves_signs(tensor):
+                saved = Encoded(tensor, alias(tensor))
+                self._pending = memory, stream_id(tensor.device), weakref.ref(saved)
+                return saved
             encode, kind = self._choose(tensor, memory, is_lossy=is_lossy)
             made = self._encode(tensor, memory, encode, kind) if encode is not None else None
         return Encoded(tensor, made) if made is not None else self._leave(tensor, memory)
@@ -187,7 +202,7 @@ class CompressionStage(SavedTensorStage):
 
     def _find_shared(self, tensor: Tensor, memory: _Memory, *, is_lossy: bool) -> EncodedStorage | None:
         for made in memory.encodings(memory.state(tensor)):
-            if is_lossy or made.kind != self._lossy:
+            if made.kind != "signs" and (is_lossy or made.kind != self._lossy):
                 return made if made.still_holds(tensor) else None
         return None
 
@@ -221,6 +236,36 @@ class CompressionStage(SavedTensorStage):
         self.report.kept_bytes += made.encoding.num_bytes
         return made
 
+    # Of ReLU's own result its backward needs the signs only, but a convolution behind it saves the same tensor for its
+    # values, and mostly does so next. So the result is kept as it is until something else is saved. That it is ReLU's
+    # own save shows in the node, which has not got its result yet: that lasts to the end of this save, and as the
+    # result was not made in place, nobody else has it before. Whoever saves the values later gets the signs given up,
+    # but for values with a loss: rounded to zero, they would stop gradients that ReLU lets pass.
+
+    def _saves_signs(self, tensor: Tensor) -> bool:
+        """Whether a ReLU is saving its own result, and no other stage or hooks may want the values."""
+        node = tensor.grad_fn
+        if node is None or node.name() != "ReluBackward0" or version_of(tensor) != 0 or self._next is not None:
+            return False
+        hooks = innermost_hooks()
+        return hooks is not None and hooks[0] == self._pack and not has_own_result(node)
+
+    def _is_pending(self, memory: _Memory) -> bool:
+        return self._pending is not None and self._pending[0] is memory
+
+    def _shrink_pending(self) -> None:
+        (memory, stream, reference), self._pending = self._pending or (None, 0, lambda: None), None
+        saved = reference()
+        if memory is None or saved is None or not isinstance(tensor := saved.source, Tensor):
+            return
+        with torch.no_grad(), without_autocast():
+            is_computed = stream == stream_id(tensor.device)  # in another, it may not be yet
+            made = self._encode(tensor, memory, pack_mask, "signs") if is_computed else None
+        if made is not None:
+            saved.source = made
+        else:
+            self._keep_whole(memory, tensor.untyped_storage().nbytes())
+
     def _leave(self, tensor: Tensor, memory: _Memory) -> StoredTensor | None:
         """Leave a tensor as it is; what was made of its memory before is given up for it."""
         handed = self.hand_on(tensor)
@@ -237,6 +282,8 @@ class CompressionStage(SavedTensorStage):
         return handed
 
     def _keep_whole(self, memory: _Memory, num_bytes: int) -> None:
+        if self._is_pending(memory):
+            self._pending = None
         if not memory.is_whole:
             memory.is_whole = True
             self.report.kept_bytes += num_bytes

@@ -32,12 +32,13 @@ from lightning_vram.private_names.dispatcher import FakeTensor, neg_view
 from lightning_vram.private_names.torch import current_graph_task_id, num_nodes
 from lightning_vram.techniques.activation_offload.items import (
     ForwardHistory,
+    HostCopy,
     OffloadedItem,
+    OffloadPlaces,
     Run,
     find_span,
     to_bytes,
 )
-from lightning_vram.techniques.activation_offload.places import HostCopy, OffloadPlaces
 
 
 @dataclass(frozen=True)

@@ -283,20 +283,11 @@ def _load_packed(
     if given.shape == form.shape and given.is_floating_point():
         form.packing.encode(given, packed, packed.device)
     elif given.shape != packed.shape or given.dtype != packed.dtype:
-        found = Packing.of(given.shape, form.shape.numel()) if given.dtype == packed.dtype else None
-        if found is not None:
-            raise ValueError(
-                f"the checkpoint has {prefix}weight in {_describe(found)}, and this run uses "
-                f"{_describe(form.packing)}: set bits={found.bits}, block_size={found.block_size}."
-            )
         lists[-1].append(
-            f"size mismatch for {prefix}weight: copying a param with shape {given.shape} from checkpoint, the shape in "
-            f"current model is {form.shape}."
+            f"size mismatch for {prefix}weight: copying a {given.dtype} of shape {given.shape} from checkpoint, "
+            f"the shape in current model is {form.shape}, or {packed.shape} quantized with bits={form.packing.bits}, "
+            f"block_size={form.packing.block_size}. A quantized checkpoint needs the same bits and block_size."
         )
     else:
         packed.copy_(given)
     state_dict[f"{prefix}weight"] = weight.held  # loading copies it to itself
-
-
-def _describe(packing: Packing) -> str:
-    return f"{packing.bits} bits with block_size={packing.block_size}"
