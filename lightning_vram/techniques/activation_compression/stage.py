@@ -91,14 +91,8 @@ class CompressionStage(SavedTensorStage):
     checkpoints, and tensors whose last size is 1. Differences of nearly equal terms, as in a softmax made of ``exp``
     and ``sum``, magnify an error that no operator shows.
 
-    Args:
-        module: Its parameters and buffers stay alive anyway.
-        lossless: Whether to do what changes no gradient.
-        lossy: Format of what else ``layers`` save: ``"bf16"``, ``"fp8"`` (e4m3) or ``"int8"``; ``None``: as it is. See
-            ``encode`` for the error.
-        layers: Modules that save with a loss. ``None``: all.
-        block_size: Neighbours in memory that share a scale, for ``"fp8"`` and ``"int8"``.
-        min_bytes: Smaller tensors are left as they are.
+    The arguments are those of ``ActivationCompression``, ``layers`` as modules; ``None``: all. Parameters and buffers
+    of ``module`` stay alive anyway. See ``encode`` for the error of ``lossy``.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 1))

@@ -64,16 +64,10 @@ class OffloadPlaces:
         self._ring: DiskRing | None = None
         self.open()
 
-    @property
-    def host_bytes(self) -> int:
-        """Host memory taken."""
-        staging_bytes = self._ring.staging_bytes if self._ring is not None else 0
-        return staging_bytes + sum(arena.total_bytes for arena in self._arenas)
-
-    @property
-    def disk_bytes(self) -> int:
-        """Size of the file."""
-        return self._ring.total_bytes if self._ring is not None else 0
+    def taken_bytes(self) -> tuple[int, int]:
+        """Return the host memory taken and the size of the file."""
+        ring, arena_bytes = self._ring, sum(arena.total_bytes for arena in self._arenas)
+        return (arena_bytes, 0) if ring is None else (arena_bytes + ring.staging_bytes, ring.total_bytes)
 
     @property
     def num_away(self) -> int:

@@ -107,23 +107,10 @@ class ActivationOffloading(SavedTensorStage):
     the host), and what :meth:`keep_in_place` names. On the CPU, or with fake tensors, the same is done with plain
     copies.
 
-    Args:
-        module: Its parameters and buffers stay, and tell what the device is.
-        min_offload_bytes: Smaller tensors stay. A view counts with those it covers.
-        window_bytes: Bytes of the device that serve the traffic: for what is saved last and stays, for copies on
-            their way out, and for what is fetched ahead in the backward; each forward whose backward is still to come
-            has one. ``"auto"``: a sixteenth of what a forward saves, at least its largest tensor. What stays is known
-            from the second forward of a kind on.
-        most_bytes: At most so many bytes of one forward travel, those that are saved first; what is saved after them
-            stays. ``None``: no limit. It may be set between two steps.
-        compress: ``"bf16"``: float32 and float64 travel, and wait, in bfloat16: half of the host memory and of the
-            traffic. Gradients are then approximate: eight bits of what is saved survive. ``"none"``: they are exact.
-        disk_path: Folder for a file that takes the place of host memory; ``None`` for host memory.
-        pin_memory: Whether host memory is pinned where there is a GPU. Without, the computation waits for copies.
-
-    Raises:
-        ValueError: If ``disk_path`` is no folder.
-        OffloadError: If no file can be made there. While it is entered: if host memory or the disk is too small.
+    The arguments are those of :class:`~lightning_vram.callbacks.activation_offload.callback.ActivationOffload`, sizes
+    in bytes. Each forward whose backward is still to come has a window of its own; what stays is known from the second
+    forward of a kind on. ``most_bytes`` may be set between two steps. Raises ``ValueError`` if ``disk_path`` is no
+    folder, and :class:`OffloadError` if no file can be made there; while it is entered, if memory or disk is too small.
 
     Example:
         >>> layer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
@@ -164,13 +151,7 @@ class ActivationOffloading(SavedTensorStage):
     @property
     def report(self) -> OffloadReport:
         """What was done since it was entered last."""
-        return OffloadReport(
-            offloaded_bytes=self._offloaded_bytes,
-            kept_bytes=self._kept_bytes,
-            num_offloaded=self._num_offloaded,
-            host_bytes=self._places.host_bytes,
-            disk_bytes=self._places.disk_bytes,
-        )
+        return OffloadReport(self._offloaded_bytes, self._kept_bytes, self._num_offloaded, *self._places.taken_bytes())
 
     @property
     def num_away(self) -> int:
