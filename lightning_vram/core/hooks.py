@@ -8,7 +8,7 @@ differently under any dispatch mode: :class:`stepping_aside` takes them off. May
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import graph
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
+from lightning_vram.core.operators import iterate_written
 from lightning_vram.core.patching import HeldSetting
 from lightning_vram.core.tensors.properties import (
     PARAMETER_CLASSES,
@@ -30,7 +31,7 @@ from lightning_vram.core.tensors.properties import (
 )
 from lightning_vram.memory.storages import storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber, current_subscribers
-from lightning_vram.private_names.dispatcher import current_dispatch_modes, hide_from_dynamo
+from lightning_vram.private_names.dispatcher import current_dispatch_modes, hide_from_dynamo, is_foreach
 from lightning_vram.private_names.torch import (
     RunBackward,
     base_of,
@@ -50,9 +51,10 @@ from lightning_vram.private_names.torch import (
 )
 
 
-def count_writes(targets: Iterable[Tensor]) -> None:
+def count_foreach_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
     """Count the writes of an operator on lists: under a dispatch mode autograd does not count them on the host."""
-    increment_version([target for target in targets if not target.is_inference()])
+    if is_foreach(func):
+        increment_version([target for target in iterate_written(func, args, kwargs) if not target.is_inference()])
 
 
 class SelectiveCheckpointMode(OperatorSubscriber):

@@ -170,6 +170,13 @@ class LayerSelection:
     layers: tuple[Layer, ...]
     nested: tuple[str, ...] = ()
 
+    def modules(self) -> list[nn.Module]:
+        """Return the modules of the layers, those of a run one by one."""
+        runs = (
+            [one.module] if one.span is None else list(one.module.children())[slice(*one.span)] for one in self.layers
+        )
+        return [module for run in runs for module in run]
+
 
 def select_layers(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern] = "auto") -> LayerSelection:
     """Choose layers of ``model``, in its order: of nested matches the outermost, never the root.

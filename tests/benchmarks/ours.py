@@ -17,7 +17,7 @@ from lightning_vram.techniques.activation_checkpointing.budget_solver import Bud
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 from lightning_vram.techniques.quantization_aware_training import apply_fake_quantization
 from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
 from lightning_vram.techniques.token_tiling import apply_token_tiling

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_vram.core.host import memory, transfers
 from lightning_vram.core.host.transfers import TO_HOST, StreamCopies, copies_noted
-from lightning_vram.techniques.activation_offload import places
+from lightning_vram.techniques.activation_offload import items
 
 
 class TimedStream:
@@ -84,7 +84,7 @@ class TimedMachine:
         with pytest.MonkeyPatch.context() as patch, copies_noted(self.note_copy):
             patch.setattr(torch, "get_device_module", lambda _: self)
             patch.setattr(transfers, "note_use", lambda tensor, stream: None)
-            patch.setattr(places, "make_copies", lambda tensor: StreamCopies(tensor.device))
+            patch.setattr(items, "make_copies", lambda tensor: StreamCopies(tensor.device))
             patch.setattr(memory, "make_host_bytes", lambda size, pin_memory: torch.empty(size, dtype=torch.uint8))
             yield
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_vram import track_memory
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
 pytest.importorskip("expecttest", reason="PyTorch's databases import it: pip install expecttest")
 pytestmark = [

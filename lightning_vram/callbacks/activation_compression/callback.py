@@ -7,19 +7,16 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool, check_positive_int
+from lightning_vram.argument_checks import check_bool, check_choice, check_positive_int
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
 from lightning_vram.core.layers import check_layers, select_layers
+from lightning_vram.core.tensors.codecs import LOSSY_FORMATS
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.private_names.lightning import ddp_arguments
 from lightning_vram.techniques.activation_compression import CompressionStage, gradient_cosine
-
-_FORMATS = (None, "bf16", "fp8", "int8")
-METRIC = "vram/gradient_cosine"
 
 
 class ActivationCompression(FitTechnique):
@@ -63,8 +60,7 @@ class ActivationCompression(FitTechnique):
         gradient_cosine_every_n_batches: int | None = None,
     ) -> None:
         check_bool("ActivationCompression(lossless)", lossless)
-        if lossy is not None and lossy not in _FORMATS:
-            raise ValueError(f"ActivationCompression(lossy) must be one of {_FORMATS}, got {lossy!r}.")
+        check_choice("ActivationCompression(lossy)", lossy, (*LOSSY_FORMATS, None))
         check_layers("ActivationCompression(layers)", layers)
         check_positive_int("ActivationCompression(block_size)", block_size)
         if gradient_cosine_every_n_batches is not None:
@@ -84,7 +80,6 @@ class ActivationCompression(FitTechnique):
         self._stage: CompressionStage | None = None
         self._contexts: list[AroundStep] = []
         self._is_measured = False  # whether the current batch is measured
-        self._has_warned = False
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
@@ -108,15 +103,8 @@ class ActivationCompression(FitTechnique):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
         every_n_batches = self.gradient_cosine_every_n_batches
-        self._is_measured = every_n_batches is not None and batch_idx % every_n_batches == 0
-        if self._is_measured and not any(parameter.requires_grad for parameter in pl_module.parameters()):
-            self._is_measured = False
-            if not self._has_warned:
-                self._has_warned = True
-                rank_zero_warn(
-                    "ActivationCompression(gradient_cosine_every_n_batches) measures nothing while no parameter "
-                    "requires a gradient."
-                )
+        is_due = every_n_batches is not None and batch_idx % every_n_batches == 0
+        self._is_measured = is_due and any(parameter.requires_grad for parameter in pl_module.parameters())
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_stage": None, "_contexts": [], "_is_measured": False}  # a copy is not part of any run
@@ -129,7 +117,7 @@ class ActivationCompression(FitTechnique):
                 pl_module,
                 lossless=self.lossless,
                 lossy=self.lossy,
-                layers=select_layers(pl_module, self.layers) if self.lossy is not None else None,
+                layers=select_layers(pl_module, self.layers).modules() if self.lossy is not None else None,
                 block_size=self.block_size,
                 min_bytes=self.min_bytes,
             )
@@ -157,7 +145,7 @@ class ActivationCompression(FitTechnique):
             scaled = scaler.scale(loss) if scaler is not None else loss
             self.gradient_cosine = gradient_cosine(self._stage, scaled, trainer.lightning_module.parameters())
             for logger in trainer.loggers:
-                logger.log_metrics({METRIC: self.gradient_cosine}, step=trainer.global_step)
+                logger.log_metrics({"vram/gradient_cosine": self.gradient_cosine}, step=trainer.global_step)
         yield
 
     @override

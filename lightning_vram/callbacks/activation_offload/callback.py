@@ -10,13 +10,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool
+from lightning_vram.argument_checks import check_bool, check_choice, check_kind
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
 from lightning_vram.core.host.memory import OffloadError
 from lightning_vram.memory.units import format_bytes, parse_bytes
-from lightning_vram.techniques.activation_offload import ActivationOffloading, OffloadReport
-
-_REPORTED_STEP = 2  # the first in which it is known what stays on the device
+from lightning_vram.techniques.activation_offload import ActivationOffloading
 
 
 class ActivationOffload(FitTechnique):
@@ -65,13 +63,8 @@ class ActivationOffload(FitTechnique):
             window_bytes if window_bytes == "auto" else parse_bytes(window_bytes, "ActivationOffload(window_bytes)")
         )
         self.most_bytes = None if most_bytes is None else parse_bytes(most_bytes, "ActivationOffload(most_bytes)")
-        if compress not in ("none", "bf16"):
-            raise ValueError(f"ActivationOffload(compress) must be 'none' or 'bf16', got {compress!r}.")
-        if disk_path is not None and not isinstance(disk_path, str | os.PathLike):
-            raise TypeError(
-                "ActivationOffload(disk_path) must be a folder or None, "
-                f"got {disk_path!r} of type {type(disk_path).__name__}."
-            )
+        check_choice("ActivationOffload(compress)", compress, ("none", "bf16"))
+        check_kind("ActivationOffload(disk_path)", disk_path, str | os.PathLike | None, "a folder or None")
         check_bool("ActivationOffload(pin_memory)", pin_memory)
         self.compress = compress
         self.disk_path = disk_path
@@ -127,8 +120,15 @@ class ActivationOffload(FitTechnique):
         except OffloadError as error:
             raise MisconfigurationException(f"ActivationOffload: {error}") from None
         self._num_steps += 1
-        if self._num_steps == _REPORTED_STEP:
-            rank_zero_info(f"ActivationOffload {_describe(self._offloading.report)}")
+        if self._num_steps == 2:  # the first in which it is known what stays on the device
+            report = self._offloading.report
+            place = f"{format_bytes(report.host_bytes)} of host memory"
+            if report.disk_bytes:
+                place = f"{format_bytes(report.disk_bytes)} on disk"
+            rank_zero_info(
+                f"ActivationOffload offloads {format_bytes(report.offloaded_bytes)} per step in {report.num_offloaded} "
+                f"tensors, leaves {format_bytes(report.kept_bytes)} on the device, and uses {place}."
+            )
 
     @override
     def _undo(self) -> None:
@@ -137,15 +137,3 @@ class ActivationOffload(FitTechnique):
         if self._offloading is not None:
             self._offloading.close()
         vars(self).update(self._between_runs())
-
-
-def _describe(report: OffloadReport) -> str:
-    place = (
-        f"{format_bytes(report.disk_bytes)} on disk"
-        if report.disk_bytes
-        else f"{format_bytes(report.host_bytes)} of host memory"
-    )
-    return (
-        f"offloads {format_bytes(report.offloaded_bytes)} per step in {report.num_offloaded} tensors, "
-        f"leaves {format_bytes(report.kept_bytes)} on the device, and uses {place}."
-    )

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Literal
 
 import lightning.pytorch as pl
@@ -10,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool
+from lightning_vram.argument_checks import check_bool, check_choice
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.techniques.in_place_fusion import FrozenNormFolding, Fusion, FusionError, FusionPolicy
@@ -58,11 +57,11 @@ class InPlaceFusion(FitTechnique):
         min_bytes: int | str = 1024,
         dropout: Literal["mask", "replay"] = "mask",
     ) -> None:
-        _check_choice("mode", mode, ("auto", "general"))
+        check_choice("InPlaceFusion(mode)", mode, ("auto", "general"))
         check_bool("InPlaceFusion(inplace)", inplace)
-        _check_choice("abn", abn, (None, "invert"))
+        check_choice("InPlaceFusion(abn)", abn, ("invert", None))
         check_bool("InPlaceFusion(fold_frozen_bn)", fold_frozen_bn)
-        _check_choice("dropout", dropout, ("mask", "replay"))
+        check_choice("InPlaceFusion(dropout)", dropout, ("mask", "replay"))
         self.mode = mode
         self.inplace = inplace
         self.abn = abn
@@ -71,7 +70,6 @@ class InPlaceFusion(FitTechnique):
         self.dropout = dropout
         self._contexts: list[AroundStep] = []
         self._fusion: Fusion | FrozenNormFolding | None = None
-        self._signature_without_use: int | None = None
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
@@ -86,38 +84,28 @@ class InPlaceFusion(FitTechnique):
             around = AroundStep(trainer.strategy, name, Depth.RECOMPUTATION, lambda *_, **__: folding.step())
             self._contexts.append(around)
 
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
-    ) -> None:
-        without_use = self._signature_without_use
-        if without_use is not None and without_use != _signature(pl_module):  # layers were unfrozen
-            self._apply(trainer)
-
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_contexts": [], "_fusion": None}  # a copy is not part of any run
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
-        self._signature_without_use = None
         policy = FusionPolicy(self.mode, self.inplace, self.abn, self.fold_frozen_bn, self.min_bytes, self.dropout)
         self._fusion = fusion = Fusion(trainer.lightning_module, policy, _log)
-        around = partial(self._step, trainer, fusion)
-        self._contexts.append(AroundStep(trainer.strategy, "training_step", Depth.RECOMPUTATION, around))
+        around = AroundStep(trainer.strategy, "training_step", Depth.RECOMPUTATION, lambda *_, **__: self._step(fusion))
+        self._contexts.append(around)
 
     @contextmanager
-    def _step(self, trainer: pl.Trainer, fusion: Fusion, *_: object, **__: object) -> Iterator[None]:
+    def _step(self, fusion: Fusion) -> Iterator[None]:
+        was_observing = fusion.is_observing
         try:
             with fusion.step():
                 yield
         except FusionError as error:
             raise MisconfigurationException(f"InPlaceFusion: {error}") from None
-        if not fusion.is_useful:
-            self._undo()
-            self._signature_without_use = _signature(trainer.lightning_module)
+        if was_observing and not fusion.is_observing and not fusion.is_useful:
             rank_zero_warn(
-                "InPlaceFusion found nothing to save in a training step and is off as long as the same parameters are "
-                "trained. It leaves checkpointed and compiled layers alone."
+                "InPlaceFusion found nothing to save in a training step, and costs time. It leaves checkpointed and "
+                "compiled layers alone. Leave it out, unless layers are unfrozen later."
             )
 
     @override
@@ -127,19 +115,7 @@ class InPlaceFusion(FitTechnique):
         if self._fusion is not None:
             self._fusion.remove()
         self._fusion = None
-        self._signature_without_use = None
-
-
-def _signature(module: pl.LightningModule) -> int:
-    """Return a number that changes with the set of trained parameters."""
-    return hash(tuple(parameter.requires_grad for parameter in module.parameters()))
 
 
 def _log(sentence: str) -> None:
     rank_zero_info(f"InPlaceFusion {sentence}")
-
-
-def _check_choice(argument: str, value: object, choices: tuple[object, ...]) -> None:
-    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-        listed = ", ".join(map(repr, choices))
-        raise ValueError(f"InPlaceFusion({argument}) must be one of {listed}, got {value!r}.")

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_vram.argument_checks import check_choice, check_kind, check_number
 from lightning_vram.callbacks.hook_points import FitTechnique, check_trainer, refuse_moved_parameters
 from lightning_vram.core.layers import LayerPattern, check_layers
 from lightning_vram.techniques.quantization_aware_training import (
@@ -74,13 +75,10 @@ class QuantizationAwareTraining(FitTechnique):
         layers: LayerPattern | Sequence[LayerPattern] = "auto",
         save: str | None = "quantized.pt",
     ) -> None:
-        check_scheme("QuantizationAwareTraining", scheme)
-        _check_epoch(start_epoch)
+        check_choice("QuantizationAwareTraining(scheme)", scheme, get_args(Scheme))
+        check_number("QuantizationAwareTraining(start_epoch)", start_epoch, int, "an int", at_least=0)
         check_layers("QuantizationAwareTraining(layers)", layers)
-        if save is not None and not isinstance(save, str):
-            raise TypeError(
-                f"QuantizationAwareTraining(save) must be a path or None, got {save!r} of type {type(save).__name__}."
-            )
+        check_kind("QuantizationAwareTraining(save)", save, str | None, "a path or None")
         self.scheme = scheme
         self.start_epoch = start_epoch
         self.layers = layers
@@ -100,7 +98,7 @@ class QuantizationAwareTraining(FitTechnique):
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
-        check_strategy("QuantizationAwareTraining", trainer)
+        _check_strategy("QuantizationAwareTraining", trainer)
         self.ranges = {}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             why = _REFUSED.get(type(callback).__name__)
@@ -148,25 +146,7 @@ class QuantizationAwareTraining(FitTechnique):
         return vars(self) | {"_quantization": None}  # a copy is not part of any run
 
 
-def _check_epoch(start_epoch: object) -> None:
-    if not isinstance(start_epoch, int) or isinstance(start_epoch, bool):
-        raise TypeError(
-            "QuantizationAwareTraining(start_epoch) must be an int, "
-            f"got {start_epoch!r} of type {type(start_epoch).__name__}."
-        )
-    if start_epoch < 0:
-        raise ValueError(f"QuantizationAwareTraining(start_epoch) must be at least 0, got {start_epoch}.")
-
-
-def check_scheme(name: str, scheme: object) -> None:
-    """Refuse an unknown scheme."""
-    if not isinstance(scheme, str):
-        raise TypeError(f"{name}(scheme) must be 'int8' or 'int4', got {scheme!r} of type {type(scheme).__name__}.")
-    if scheme not in get_args(Scheme):
-        raise ValueError(f"{name}(scheme) must be 'int8' or 'int4', got {scheme!r}.")
-
-
-def check_strategy(name: str, trainer: pl.Trainer) -> None:
+def _check_strategy(name: str, trainer: pl.Trainer) -> None:
     """Refuse strategies that shard weights."""
     refuse_moved_parameters(name, trainer, "scales are taken from")
     if hasattr(type(trainer.strategy), "device_mesh"):  # ModelParallelStrategy, fsdp_offload
@@ -220,7 +200,8 @@ def quantize_after_fit(
         MisconfigurationException: If the Trainer comes from ``pytorch_lightning``, has ``QuantizeFrozenWeights`` or
             ``WeightAveraging``, or its strategy shards weights.
     """
-    module = _check(trainer, scheme)
+    check_choice("quantize_after_fit(scheme)", scheme, (*get_args(Scheme), None))
+    module = _find_fitted_module(trainer)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     trained = next((one for one in callbacks if isinstance(one, QuantizationAwareTraining) and one.ranges), None)
     datamodule = getattr(trainer, "datamodule", None)  # a validation with loaders forgets it
@@ -249,22 +230,19 @@ def quantize_after_fit(
             save_quantized(module, quantization, path)
     finally:
         quantization.remove()
-    result = QuantizedMetrics(before, after)
-    rank_zero_info(f"quantize_after_fit saved {path}:\n{result}")
-    return result
+    rank_zero_info(f"quantize_after_fit saved {path}:\n{QuantizedMetrics(before, after)}")
+    return QuantizedMetrics(before, after)
 
 
-def _check(trainer: pl.Trainer, scheme: object) -> pl.LightningModule:
+def _find_fitted_module(trainer: pl.Trainer) -> pl.LightningModule:
     check_trainer("quantize_after_fit", trainer)
-    check_strategy("quantize_after_fit", trainer)
+    _check_strategy("quantize_after_fit", trainer)
     for one in trainer.callbacks:  # type: ignore[attr-defined]
         if type(one).__name__ == "QuantizeFrozenWeights" or isinstance(one, WeightAveraging):
             raise MisconfigurationException(
                 f"quantize_after_fit does not work with {type(one).__name__}, which also changes the module in "
                 "validation: pass a Trainer without it that has validated the module."
             )
-    if scheme is not None:
-        check_scheme("quantize_after_fit", scheme)
     module: pl.LightningModule | None = getattr(trainer.strategy, "lightning_module", None)
     if module is None:
         raise RuntimeError("quantize_after_fit(trainer) must have fitted a module: call trainer.fit first.")

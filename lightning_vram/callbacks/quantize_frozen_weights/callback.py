@@ -16,13 +16,12 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeig
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from rich.progress import track
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool
-from lightning_vram.callbacks.hook_points import FitTechnique, refuse_moved_parameters
+from lightning_vram.argument_checks import check_bool, check_choice
+from lightning_vram.callbacks.hook_points import FitTechnique, refuse_moved_parameters, refuse_several
 from lightning_vram.core.layers import LayerPattern, check_layers
 from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.memory.units import format_bytes
@@ -46,89 +45,29 @@ from lightning_vram.techniques.quantize_frozen_weights import (
 from lightning_vram.techniques.sharding import has_meta, materialize
 
 
-class Checkpoints:
-    """Patches loading and saving of the module, until :meth:`remove`."""
-
-    def __init__(self, trainer: pl.Trainer, prepare: Callable[[], None], *, has_frozen: bool) -> None:
-        self._trainer = trainer
-        self._prepare = prepare
-        strategy = trainer.strategy
-        replaced: dict[str, Callable[..., Any]] = {"load_model_state_dict": self._load}
-        if isinstance(strategy, ModelParallelStrategy):
-            replaced["load_checkpoint"] = self._load_into_shards
-        if not has_frozen:
-            replaced["lightning_module_state_dict"] = self._without_frozen
-        self._patches = [MethodPatch(strategy, name, partial(partial, run)) for name, run in replaced.items()]
-
-    def remove(self) -> None:
-        """Undo the patches. Calling it again does nothing."""
-        for patch in self._patches:
-            patch.remove()
-
-    def _load(self, load: Callable[..., None], checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        self._prepare()
-        if "state_dict" in checkpoint:  # else the strategy reads it where it is
-            checkpoint = {**checkpoint, "state_dict": self._fit(checkpoint["state_dict"])}
-        load(checkpoint, *args, **kwargs)
-
-    def _fit(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return weights of a checkpoint in the format that the module has."""
-        module = self._trainer.lightning_module
-        own, frozen = module.state_dict(), _frozen_names(module)
-        for name, value in given.items():
-            if _is_packed(value) and isinstance(own.get(name), Tensor) and own[name].is_floating_point():
-                raise ValueError(
-                    f"the checkpoint has {name} quantized, and this run does not quantize it: name its layer in "
-                    "QuantizeFrozenWeights(layers), and freeze it."
-                )
-        if frozen and frozen.isdisjoint(given):  # it was saved without
-            # a module may leave them out of its state_dict, and have strict_loading=False
-            return {**given, **{name: _whole(own[name]) for name in frozen & own.keys()}}
-        full = {name: given[name] for name in _full_precision_names(given, own)}
-        if full:
-            module.load_state_dict(full, strict=False)  # into what ``own`` shares
-        return {**given, **{name: own[name] for name in full}}
-
-    def _load_into_shards(self, load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Read a file as ModelParallelStrategy does, parameter by parameter."""
-        module = self._trainer.lightning_module
-        if not Path(path).is_file():
-            return load(path, *args, **kwargs)
-        own, frozen, strict = module.state_dict(), _frozen_names(module), module.strict_loading
-        given = torch.load(path, mmap=True, map_location="cpu", weights_only=kwargs.get("weights_only"))["state_dict"]
-        for name in _full_precision_names(given, own):
-            raise ValueError(
-                f"the checkpoint has {name} in full precision, and {type(self._trainer.strategy).__name__} would load "
-                "it into quantized shards: load it in __init__, or use strategy='fsdp_offload'."
-            )
-        if frozen.isdisjoint(given) and own.keys() - frozen == given.keys():  # it was saved without
-            module.strict_loading = False
-        try:
-            return load(path, *args, **kwargs)
-        finally:
-            module.strict_loading = strict
-
-    def _without_frozen(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        frozen = _frozen_names(self._trainer.lightning_module)
-        return {name: value for name, value in state_dict().items() if name not in frozen}
-
-
 def _frozen_names(module: nn.Module) -> set[str]:
     named = module.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named if not parameter.requires_grad}
 
 
-def _is_packed(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dtype is torch.uint8
+def _fit_checkpoint(given: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Return weights of a checkpoint in the format that the module has."""
+    own, frozen = module.state_dict(), _frozen_names(module)
+    if frozen and frozen.isdisjoint(given):  # it was saved without
+        # a module may leave them out of its state_dict, and have strict_loading=False
+        kept = {name: own[name] for name in frozen & own.keys()}
+        whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in kept.items()}
+        return {**given, **whole}
+    full = {name: given[name] for name in _full_precision_names(given, own)}
+    if full:
+        module.load_state_dict(full, strict=False)  # into what ``own`` shares
+    return {**given, **{name: own[name] for name in full}}
 
 
 def _full_precision_names(given: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Names of weights that are quantized here, and not in the checkpoint."""
-    return [name for name, value in given.items() if _is_packed(own.get(name)) and value.is_floating_point()]
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    packed = {name for name, value in own.items() if isinstance(value, Tensor) and value.dtype is torch.uint8}
+    return [name for name, value in given.items() if name in packed and value.is_floating_point()]
 
 
 _NAME, _SEED = "QuantizeFrozenWeights", 0
@@ -174,7 +113,8 @@ class QuantizeFrozenWeights(FitTechnique):
         TypeError: If an argument has the wrong type.
         ModuleNotFoundError: In ``setup``, if the library is not installed.
         ValueError: If an argument has an invalid value. Before training, if ``layers`` matches a layer that cannot be
-            quantized, or a checkpoint has weights with another ``bits`` or ``block_size``.
+            quantized.
+        RuntimeError: Before training, if a checkpoint has weights with another ``bits`` or ``block_size``.
         MisconfigurationException: In ``setup``, if the Trainer comes from ``pytorch_lightning``, has a second
             ``QuantizeFrozenWeights`` or a callback that unfreezes or averages weights, uses FSDP1 or DeepSpeed, or,
             with ``save="trainable"``, a strategy that saves sharded checkpoints.
@@ -199,10 +139,14 @@ class QuantizeFrozenWeights(FitTechnique):
         _check_int("bits", bits, "8 or 4", (8, 4))
         check_layers("QuantizeFrozenWeights(layers)", layers)
         _check_int("block_size", block_size, "a power of two from 16 to 4096", [2**power for power in range(4, 13)])
-        if save not in ("all", "trainable"):
-            raise ValueError(f"QuantizeFrozenWeights(save) must be 'all' or 'trainable', got {save!r}.")
+        check_choice("QuantizeFrozenWeights(save)", save, ("all", "trainable"))
         check_bool("QuantizeFrozenWeights(keep)", keep)
-        _check_library(library, block_size)
+        check_choice("QuantizeFrozenWeights(library)", library, get_args(Library))
+        if library == "bitsandbytes" and block_size < MIN_BLOCK_SIZE:
+            raise ValueError(
+                f"QuantizeFrozenWeights(library='bitsandbytes') has blocks of {MIN_BLOCK_SIZE} or more, got "
+                f"block_size={block_size}: use block_size={MIN_BLOCK_SIZE}, or library='own'."
+            )
         self.bits = bits
         self.layers = layers
         self.block_size = block_size
@@ -210,7 +154,7 @@ class QuantizeFrozenWeights(FitTechnique):
         self.keep = keep
         self.library = library
         self._quantized: QuantizedLayers | None = None
-        self._checkpoints: Checkpoints | None = None
+        self._patches: list[MethodPatch] = []  # of loading and saving
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
@@ -224,8 +168,13 @@ class QuantizeFrozenWeights(FitTechnique):
         super().setup(trainer, pl_module, stage)
         if isinstance(trainer.strategy, ModelParallelStrategy) and next(pl_module.parameters(), None) is not None:
             self._quantize(trainer)  # configure_model shards
-        # a checkpoint is loaded before the strategy is set up
-        self._checkpoints = Checkpoints(trainer, lambda: self._quantize(trainer), has_frozen=self.save == "all")
+        replaced: dict[str, Callable[..., Any]] = {"load_model_state_dict": self._load}
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            replaced["load_checkpoint"] = self._load_into_shards
+        if self.save == "trainable":
+            replaced["lightning_module_state_dict"] = self._without_frozen
+        for name, run in replaced.items():
+            self._patches.append(MethodPatch(trainer.strategy, name, partial(partial, run, trainer)))
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -245,7 +194,6 @@ class QuantizeFrozenWeights(FitTechnique):
         def give_memory(part: nn.Module) -> None:
             materialize(part, seed=_SEED, model=module, uninitialized_ok=is_loaded)
 
-        is_shown = trainer.is_global_zero and trainer.progress_bar_callback is not None
         self._quantized = quantize_frozen_weights(
             module,
             self.bits,
@@ -254,10 +202,45 @@ class QuantizeFrozenWeights(FitTechnique):
             library=self.library,
             give_memory=give_memory,
             device=trainer.strategy.root_device,
-            follow=partial(track, description="Quantizing frozen weights", transient=True, disable=not is_shown),
         )
         if has_meta(module) and not hasattr(trainer.strategy, "moments"):  # fsdp_offload does it shard by shard
             give_memory(module)
+
+    def _load(
+        self, trainer: pl.Trainer, load: Callable[..., None], checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        self._quantize(trainer)  # a checkpoint is loaded before the strategy is set up
+        if "state_dict" in checkpoint:  # else the strategy reads it where it is
+            checkpoint = {
+                **checkpoint,
+                "state_dict": _fit_checkpoint(checkpoint["state_dict"], trainer.lightning_module),
+            }
+        load(checkpoint, *args, **kwargs)
+
+    def _load_into_shards(
+        self, trainer: pl.Trainer, load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Read a file as ModelParallelStrategy does, parameter by parameter."""
+        module = trainer.lightning_module
+        if not Path(path).is_file():
+            return load(path, *args, **kwargs)
+        own, frozen, strict = module.state_dict(), _frozen_names(module), module.strict_loading
+        given = torch.load(path, mmap=True, map_location="cpu", weights_only=kwargs.get("weights_only"))["state_dict"]
+        for name in _full_precision_names(given, own):
+            raise ValueError(
+                f"the checkpoint has {name} in full precision, and {type(trainer.strategy).__name__} would load "
+                "it into quantized shards: load it in __init__, or use strategy='fsdp_offload'."
+            )
+        if frozen.isdisjoint(given) and own.keys() - frozen == given.keys():  # it was saved without
+            module.strict_loading = False
+        try:
+            return load(path, *args, **kwargs)
+        finally:
+            module.strict_loading = strict
+
+    def _without_frozen(self, trainer: pl.Trainer, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        frozen = _frozen_names(trainer.lightning_module)
+        return {name: value for name, value in state_dict().items() if name not in frozen}
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -275,14 +258,13 @@ class QuantizeFrozenWeights(FitTechnique):
     @override
     def _undo(self) -> None:
         quantized, self._quantized = self._quantized, None
-        checkpoints, self._checkpoints = self._checkpoints, None
-        if checkpoints is not None:
-            checkpoints.remove()
+        while self._patches:
+            self._patches.pop().remove()
         if quantized is not None and not self.keep:
             quantized.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_quantized": None, "_checkpoints": None}  # a copy is not part of any run
+        return vars(self) | {"_quantized": None, "_patches": []}  # a copy is not part of any run
 
 
 def _fit_shards(part: nn.Module) -> None:
@@ -318,17 +300,6 @@ def _check_int(argument: str, value: object, allowed: str, numbers: Container[in
         raise ValueError(f"{_NAME}({argument}) must be {allowed}, got {value}.")
 
 
-def _check_library(library: object, block_size: int) -> None:
-    if library not in get_args(Library):
-        named = ", ".join(map(repr, get_args(Library)))
-        raise ValueError(f"QuantizeFrozenWeights(library) must be one of {named}, got {library!r}.")
-    if library == "bitsandbytes" and block_size < MIN_BLOCK_SIZE:
-        raise ValueError(
-            f"QuantizeFrozenWeights(library='bitsandbytes') has blocks of {MIN_BLOCK_SIZE} or more, got "
-            f"block_size={block_size}: use block_size={MIN_BLOCK_SIZE}, or library='own'."
-        )
-
-
 def _check_run(callback: Callback, trainer: pl.Trainer, *, has_frozen: bool) -> None:
     """Refuse what cannot work, in the ``setup`` hooks, before anything has changed."""
     refuse_moved_parameters(_NAME, trainer, "quantized weights belong to")
@@ -344,9 +315,8 @@ def _check_run(callback: Callback, trainer: pl.Trainer, *, has_frozen: bool) -> 
             f"{_NAME}(save='trainable') does not work with sharded checkpoints, which need all parameters: use "
             f"{whole_files}, or save='all'."
         )
+    refuse_several(trainer, type(callback), f"Two {_NAME} in one Trainer: leave one out.")
     for other in trainer.callbacks:  # type: ignore[attr-defined]
-        if type(other) is type(callback) and other is not callback:
-            raise MisconfigurationException(f"Two {_NAME} in one Trainer: leave one out.")
         why = next((why for kinds, why in _REFUSED if isinstance(other, kinds)), None)
         if why is not None:
             raise MisconfigurationException(

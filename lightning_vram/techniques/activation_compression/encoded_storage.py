@@ -46,11 +46,6 @@ def can_be_read(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def is_certain(flag: Tensor) -> bool:
-    """Whether ``flag`` is true. Of fake tensors nothing is known that speaks against what was noted."""
-    return isinstance(flag, FakeTensor) or bool(flag)
-
-
 def pack_mask(numbers: Tensor) -> Encoding:
     """Keep a mask, bool [n], as bits; of other ``numbers``, where ReLU's backward lets gradients pass, NaN included."""
     dtype, size = numbers.dtype, numbers.numel()
@@ -64,7 +59,8 @@ def pack_two_values(numbers: Tensor) -> Encoding | None:
     as_integers = numbers.view(_INTEGERS[dtype.itemsize])  # -0.0 and NaN are values like others
     low, high = as_integers.aminmax()
     is_high = as_integers == high
-    if can_be_read(numbers) and not is_certain((is_high | (as_integers == low)).all()):
+    is_fake = isinstance(numbers, FakeTensor)  # of which nothing is known that speaks against what was noted
+    if can_be_read(numbers) and not is_fake and not (is_high | (as_integers == low)).all():
         return None
 
     def decode(pieces: list[Tensor]) -> Tensor:

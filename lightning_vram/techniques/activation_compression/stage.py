@@ -27,15 +27,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, is_exact_only
-from lightning_vram.core.layers import LayerSelection, RunningLayers
-from lightning_vram.core.tensors.codecs import LOSSY_FORMATS, LossyFormat, encoded_itemsize
+from lightning_vram.core.layers import RunningLayers
+from lightning_vram.core.tensors.codecs import LossyFormat, encoded_itemsize
 from lightning_vram.core.tensors.properties import alias, flat_as_stored, is_dense
 from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.memory.storages import ByStorage, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
-from lightning_vram.memory.units import parse_bytes
 from lightning_vram.private_names.dispatcher import hide_from_dynamo
 from lightning_vram.private_names.torch import base_of, has_own_result, innermost_hooks, is_view, without_autocast
 from lightning_vram.techniques.activation_compression.encoded_storage import (
@@ -93,18 +91,8 @@ class CompressionStage(SavedTensorStage):
     checkpoints, and tensors whose last size is 1. Differences of nearly equal terms, as in a softmax made of ``exp``
     and ``sum``, magnify an error that no operator shows.
 
-    Args:
-        module: Its parameters and buffers stay alive anyway.
-        lossless: Whether to do what changes no gradient.
-        lossy: Format of what else ``layers`` save: ``"bf16"``, ``"fp8"`` (e4m3) or ``"int8"``; ``None``: as it is. See
-            ``encode`` for the error.
-        layers: Modules, or a selection. ``None``: all that is saved.
-        block_size: Neighbours in memory that share a scale, for ``"fp8"`` and ``"int8"``.
-        min_bytes: Smaller tensors are left as they are; bytes, or text such as ``"4KiB"``.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If a number is too small, ``lossy`` is unknown, or ``layers`` are given without ``lossy``.
+    The arguments are those of ``ActivationCompression``, ``layers`` as modules; ``None``: all. Parameters and buffers
+    of ``module`` stay alive anyway. See ``encode`` for the error of ``lossy``.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 1))
@@ -121,22 +109,13 @@ class CompressionStage(SavedTensorStage):
         *,
         lossless: bool = True,
         lossy: LossyFormat | None = None,
-        layers: LayerSelection | Sequence[nn.Module] | None = None,
+        layers: Sequence[nn.Module] | None = None,
         block_size: int = 128,
-        min_bytes: int | str = 1024,
+        min_bytes: int = 1024,
     ) -> None:
         super().__init__(module)
-        if lossy is not None and lossy not in LOSSY_FORMATS:
-            raise ValueError(f"CompressionStage(lossy) must be 'bf16', 'fp8', 'int8' or None, got {lossy!r}.")
-        if layers is not None and lossy is None:
-            raise ValueError(
-                "CompressionStage(layers) needs a lossy format, got lossy=None. "
-                "Set lossy to 'bf16', 'fp8' or 'int8', or leave layers out."
-            )
-        check_positive_int("CompressionStage(block_size)", block_size)
-        self._lossless, self._lossy, self._block_size = lossless, lossy, block_size
-        self._min_bytes = parse_bytes(min_bytes, "CompressionStage(min_bytes)")
-        self._layers = RunningLayers(_modules_of(layers)) if layers is not None else None
+        self._lossless, self._lossy, self._block_size, self._min_bytes = lossless, lossy, block_size, min_bytes
+        self._layers = RunningLayers(layers) if layers is not None else None
         self._notes = ValueNotes(notes_exact=lossy is not None)
         self._memories: ByStorage[_Memory] = ByStorage()
         self._pending: tuple[_Memory, int, weakref.ref[Encoded]] | None = None  # ReLU's result, and its stream
@@ -201,7 +180,8 @@ class CompressionStage(SavedTensorStage):
                 saved = Encoded(tensor, alias(tensor))
                 self._pending = memory, stream_id(tensor.device), weakref.ref(saved)
                 return saved
-            made = self._encode(tensor, memory, *self._choose(tensor, memory, is_lossy=is_lossy))
+            encode, kind = self._choose(tensor, memory, is_lossy=is_lossy)
+            made = self._encode(tensor, memory, encode, kind) if encode is not None else None
         return Encoded(tensor, made) if made is not None else self._leave(tensor, memory)
 
     def _may_be_lossy(self, tensor: Tensor, lossy: LossyFormat) -> bool:
@@ -233,12 +213,12 @@ class CompressionStage(SavedTensorStage):
             return partial(encode_lossy, to=self._lossy, block_size=self._block_size), self._lossy
         return None, ""
 
-    def _encode(self, tensor: Tensor, memory: _Memory, encode: Encode | None, kind: str) -> EncodedStorage | None:
+    def _encode(self, tensor: Tensor, memory: _Memory, encode: Encode, kind: str) -> EncodedStorage | None:
         try:
-            encoding = encode(elements_of(tensor)) if encode is not None else None
+            encoding = encode(elements_of(tensor))
         except torch.OutOfMemoryError:  # the tensor as it is needs no more
             return None
-        if encode is None or encoding is None or encoding.num_bytes >= tensor.untyped_storage().nbytes():
+        if encoding is None or encoding.num_bytes >= tensor.untyped_storage().nbytes():
             return None
         encoding = encoding._replace(pieces=[self.hand_on(piece) or piece for piece in encoding.read()])
         made = EncodedStorage(tensor, kind, memory.state(tensor), encode, encoding)
@@ -253,7 +233,8 @@ class CompressionStage(SavedTensorStage):
     # Of ReLU's own result its backward needs the signs only, but a convolution behind it saves the same tensor for its
     # values, and mostly does so next. So the result is kept as it is until something else is saved. That it is ReLU's
     # own save shows in the node, which has not got its result yet: that lasts to the end of this save, and as the
-    # result was not made in place, nobody else has it before. Whoever saves the values later gets the signs given up.
+    # result was not made in place, nobody else has it before. Whoever saves the values later gets the signs given up,
+    # but for values with a loss: rounded to zero, they would stop gradients that ReLU lets pass.
 
     def _saves_signs(self, tensor: Tensor) -> bool:
         """Whether a ReLU is saving its own result, and no other stage or hooks may want the values."""
@@ -273,7 +254,7 @@ class CompressionStage(SavedTensorStage):
             return
         with torch.no_grad(), without_autocast():
             is_computed = stream == stream_id(tensor.device)  # in another, it may not be yet
-            made = self._encode(tensor, memory, pack_mask if is_computed else None, "signs")
+            made = self._encode(tensor, memory, pack_mask, "signs") if is_computed else None
         if made is not None:
             saved.source = made
         else:
@@ -300,22 +281,6 @@ class CompressionStage(SavedTensorStage):
         if not memory.is_whole:
             memory.is_whole = True
             self.report.kept_bytes += num_bytes
-
-
-def _modules_of(layers: Any) -> list[nn.Module]:
-    modules: list[nn.Module] = []
-    if isinstance(layers, LayerSelection):
-        for layer in layers.layers:
-            modules += list(layer.module.children())[slice(*layer.span)] if layer.span is not None else [layer.module]
-        return modules
-    for module in layers if isinstance(layers, Sequence) else [layers]:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                "CompressionStage(layers) must be modules, such as select_layers() finds them by name, "
-                f"got {module!r} of type {type(module).__name__}."
-            )
-        modules.append(module)
-    return modules
 
 
 def _is_whole_memory(tensor: Tensor) -> bool:

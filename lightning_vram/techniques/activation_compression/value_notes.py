@@ -12,13 +12,14 @@ Cost: a Python call and one dictionary lookup per operator.
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.core.hooks import count_writes
+from lightning_vram.core.hooks import count_foreach_writes
 from lightning_vram.core.operators import (
     LARGEST_INDEX,
     exact_arguments,
@@ -32,7 +33,7 @@ from lightning_vram.core.operators import (
 from lightning_vram.core.tensors.properties import PLAIN_TYPES
 from lightning_vram.memory.storages import ByStorage, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
-from lightning_vram.private_names.dispatcher import OpOverload, is_foreach, schema_of
+from lightning_vram.private_names.dispatcher import OpOverload, schema_of
 from lightning_vram.private_names.torch import base_of, is_view
 
 aten = torch.ops.aten
@@ -52,7 +53,6 @@ class ValueNotes(OperatorSubscriber):
     """Notes what is known about results of operators while it is entered."""
 
     def __init__(self, *, notes_exact: bool) -> None:
-        self._handlers = _HANDLERS[notes_exact]
         self._notes_exact = notes_exact  # whether to note, too, what must not be stored with an error
         self._notes: ByStorage[_Note] = ByStorage()
         self._last_clone: weakref.ref[Tensor] | None = None
@@ -86,9 +86,7 @@ class ValueNotes(OperatorSubscriber):
 
     @override
     def on_operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        handler = self._handlers.get(func, _UNKNOWN)
-        if handler is _UNKNOWN:
-            handler = self._handlers[func] = _choose_handler(func, notes_exact=self._notes_exact)
+        handler = (_handler_of_all if self._notes_exact else _handler_of)(func)
         if handler is None:
             return self.run(func, (), args, kwargs)
         return handler(self, func, args, kwargs)
@@ -126,11 +124,9 @@ class ValueNotes(OperatorSubscriber):
         return result
 
     def _writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        targets = list(iterate_written(func, args, kwargs))
-        self._note_write(targets)
+        self._note_write(iterate_written(func, args, kwargs))
         results = self.run(func, (), args, kwargs)
-        if is_foreach(func):
-            count_writes(targets)
+        count_foreach_writes(func, args, kwargs)
         return results
 
     def _foreign(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -152,7 +148,7 @@ class ValueNotes(OperatorSubscriber):
                 if clone is not None and clone.shape == tensor.shape:  # in place: autograd has saved a copy
                     self.listener.on_exact_argument(clone)
         is_weight = self._are_results_weights(func, args, kwargs)
-        handler = _LOSSLESS[func]
+        handler = _handler_of(func)
         results = handler(self, func, args, kwargs) if handler is not None else self.run(func, (), args, kwargs)
         self._note_exact(func, results, is_weight)
         if func is aten.clone.default:
@@ -188,29 +184,34 @@ class ValueNotes(OperatorSubscriber):
 
 
 _Handler = Callable[[ValueNotes, Any, tuple[Any, ...], dict[str, Any] | None], Any]
-_UNKNOWN: Any = object()
-_LOSSLESS: dict[Any, _Handler | None] = {}  # None: nothing to note
-_HANDLERS: dict[bool, dict[Any, _Handler | None]] = {False: _LOSSLESS, True: {}}
 _DRAWING = frozenset([aten.bernoulli_.float, aten.bernoulli_.Tensor])
 _IN_PLACE = [getattr(aten, name) for name in ("add_", "sub_", "mul_", "div_")]
-_HANDLER_OF: dict[Any, _Handler] = {
+_OF_VALUES: dict[Any, _Handler] = {
     **dict.fromkeys([*LARGEST_INDEX, aten.bernoulli.default, aten.bernoulli.p], ValueNotes._noted),
     **dict.fromkeys(_DRAWING, ValueNotes._mask_in_place),
     **dict.fromkeys([overload for f in _IN_PLACE for overload in (f.Tensor, f.Scalar)], ValueNotes._mask_in_place),
 }
 
 
-def _choose_handler(func: Any, *, notes_exact: bool) -> _Handler | None:
+@cache
+def _handler_of(func: Any) -> _Handler | None:
+    """Return what handles ``func``; ``None`` if there is nothing to note."""
     if not isinstance(func, OpOverload):
         return None  # a higher-order operator
-    handler = _HANDLER_OF.get(func, ValueNotes._writing if written_arguments(func) else None)
-    if func not in _HANDLER_OF and func.namespace not in ("aten", "prim", "prims", "profiler"):
-        handler = ValueNotes._foreign
-    _LOSSLESS[func] = handler
+    if func not in _OF_VALUES and func.namespace not in ("aten", "prim", "prims", "profiler"):
+        return ValueNotes._foreign
+    return _OF_VALUES.get(func, ValueNotes._writing if written_arguments(func) else None)
+
+
+@cache
+def _handler_of_all(func: Any) -> _Handler | None:
+    """Return what handles ``func`` where what is exact is noted, too."""
+    handler = _handler_of(func)
+    if not isinstance(func, OpOverload) or handler is ValueNotes._foreign:
+        return handler
     # A view is of the same memory, for which the same is noted.
     gives_view = not written_arguments(func) and any(r.alias_info is not None for r in schema_of(func).returns)
-    is_followed = notes_exact and handler is not ValueNotes._foreign and not gives_view
-    return ValueNotes._followed if is_followed else handler
+    return handler if gives_view else ValueNotes._followed
 
 
 def _has_statistics(func: Any) -> bool:

@@ -22,24 +22,23 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, innermost_stage, is_unfinished
 from lightning_vram.core.host.memory import hidden_from_modes
 from lightning_vram.core.tensors.properties import alias
 from lightning_vram.memory.device.accelerators import is_capturing
 from lightning_vram.memory.storages import ByStorage, iterate_storages, iterate_tensors, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
-from lightning_vram.memory.units import parse_bytes
 from lightning_vram.private_names.dispatcher import FakeTensor, neg_view
 from lightning_vram.private_names.torch import current_graph_task_id, num_nodes
 from lightning_vram.techniques.activation_offload.items import (
     ForwardHistory,
+    HostCopy,
     OffloadedItem,
+    OffloadPlaces,
     Run,
     find_span,
     to_bytes,
 )
-from lightning_vram.techniques.activation_offload.places import HostCopy, OffloadPlaces
 
 
 @dataclass(frozen=True)
@@ -108,25 +107,10 @@ class ActivationOffloading(SavedTensorStage):
     the host), and what :meth:`keep_in_place` names. On the CPU, or with fake tensors, the same is done with plain
     copies.
 
-    Args:
-        module: Its parameters and buffers stay, and tell what the device is.
-        min_offload_bytes: Smaller tensors stay: bytes, or text such as ``"1MiB"``. A view counts with those it covers.
-        window_bytes: Bytes of the device that serve the traffic: for what is saved last and stays, for copies on
-            their way out, and for what is fetched ahead in the backward; each forward whose backward is still to come
-            has one. ``"auto"``: a sixteenth of what a forward saves, at least its largest tensor. What stays is known
-            from the second forward of a kind on.
-        most_bytes: At most so many bytes of one forward travel, those that are saved first; what is saved after them
-            stays. ``None``: no limit. It may be set between two steps.
-        compress: ``"bf16"``: float32 and float64 travel, and wait, in bfloat16: half of the host memory and of the
-            traffic. Gradients are then approximate: eight bits of what is saved survive. ``"none"``: they are exact.
-        disk_path: Folder for a file that takes the place of host memory; ``None`` for host memory.
-        pin_memory: Whether host memory is pinned where there is a GPU. Without, the computation waits for copies.
-
-    Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If a size is negative or no size, ``compress`` is unknown or ``disk_path`` is no folder.
-        OffloadError: If no file can be made in ``disk_path``. While it is entered: if host memory or the disk is too
-            small.
+    The arguments are those of :class:`~lightning_vram.callbacks.activation_offload.callback.ActivationOffload`, sizes
+    in bytes. Each forward whose backward is still to come has a window of its own; what stays is known from the second
+    forward of a kind on. ``most_bytes`` may be set between two steps. Raises ``ValueError`` if ``disk_path`` is no
+    folder, and :class:`OffloadError` if no file can be made there; while it is entered, if memory or disk is too small.
 
     Example:
         >>> layer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
@@ -143,23 +127,16 @@ class ActivationOffloading(SavedTensorStage):
         self,
         module: nn.Module | None = None,
         *,
-        min_offload_bytes: int | str = 1 << 20,
+        min_offload_bytes: int = 1 << 20,
         window_bytes: int | str = "auto",
-        most_bytes: int | str | None = None,
+        most_bytes: int | None = None,
         compress: Literal["none", "bf16"] = "none",
         disk_path: str | os.PathLike[str] | None = None,
         pin_memory: bool = True,
     ) -> None:
         super().__init__(module)
-        if compress not in ("none", "bf16"):
-            raise ValueError(f'compress must be "none" or "bf16", got {compress!r}.')
-        if disk_path is not None and not isinstance(disk_path, str | os.PathLike):
-            raise TypeError(f"disk_path must be a path or None, got {disk_path!r} of type {type(disk_path).__name__}.")
-        check_bool("pin_memory", pin_memory)
-        self._min_bytes = parse_bytes(min_offload_bytes, "min_offload_bytes")
-        self._window_bytes = None if window_bytes == "auto" else parse_bytes(window_bytes, "window_bytes")
-        self.most_bytes = None if most_bytes is None else parse_bytes(most_bytes, "most_bytes")
-        self._compress = compress
+        self._min_bytes, self.most_bytes, self._compress = min_offload_bytes, most_bytes, compress
+        self._window_bytes = None if isinstance(window_bytes, str) else window_bytes  # None: "auto"
         self._lock = threading.RLock()  # autograd has a thread for each device
         self._items: ByStorage[dict[Hashable, weakref.ref[OffloadedItem]]] = ByStorage()  # by version and part
         self._in_place: ByStorage[bool] = ByStorage()
@@ -174,13 +151,7 @@ class ActivationOffloading(SavedTensorStage):
     @property
     def report(self) -> OffloadReport:
         """What was done since it was entered last."""
-        return OffloadReport(
-            offloaded_bytes=self._offloaded_bytes,
-            kept_bytes=self._kept_bytes,
-            num_offloaded=self._num_offloaded,
-            host_bytes=self._places.host_bytes,
-            disk_bytes=self._places.disk_bytes,
-        )
+        return OffloadReport(self._offloaded_bytes, self._kept_bytes, self._num_offloaded, *self._places.taken_bytes())
 
     @property
     def num_away(self) -> int:

@@ -16,15 +16,16 @@ from torch import nn
 from lightning_vram.core.patching import Swaps
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.private_names.dispatcher import is_compiled
-from lightning_vram.techniques.in_place_fusion.folding import (
+from lightning_vram.techniques.in_place_fusion.norm_pairs import (
     BATCH_NORMS,
     CONVOLUTIONS,
+    Pairs,
+    apply_inplace_abn,
     can_fold,
+    can_invert,
     fold_frozen_batch_norm,
 )
-from lightning_vram.techniques.in_place_fusion.inplace_abn import apply_inplace_abn, can_invert
 from lightning_vram.techniques.in_place_fusion.observed_links import StepObserver
-from lightning_vram.techniques.in_place_fusion.pairs import Pairs
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation, apply_compiled_recomputation
 
 _INVERTIBLE = (nn.LeakyReLU, nn.ELU)
@@ -54,10 +55,9 @@ class Fusion:
         self._policy = policy
         self._needs_links = policy.abn is not None or policy.fold_frozen_bn
         self._log = log
-        self._is_observing = True
+        self.is_observing = True
         self._observer: StepObserver | None = None  # until what it proved is applied
         self._pairs: list[Pairs] = []
-        self._num_off = 0  # inverted pairs
         self._overwriting: list[nn.Module] = []
         self._compiled: list[Swaps] = []
         self._recomputation = Recomputation(module, min_bytes=policy.min_bytes, dropout=policy.dropout)
@@ -73,22 +73,18 @@ class Fusion:
         Raises ``FusionError`` at the start of the second step if the policy is impossible on this module, at the end of
         any step if the model took another path than when it was observed.
         """
-        if not self._is_observing and self._observer is not None:
+        if not self.is_observing and self._observer is not None:
             self._change(self._observer)
             self._observer = None
         with ExitStack() as stack:
             stack.enter_context(self._recomputation)
-            if self._is_observing and (self._needs_links or self._policy.inplace):
+            if self.is_observing and (self._needs_links or self._policy.inplace):
                 self._observer = self._observe(stack)
             stack.enter_context(_switched(self._overwriting, is_inplace=True))
             with _unchanged_path(self._pairs):
                 yield
-        if self._is_observing:
+        if self.is_observing:
             self._summarise()
-        num_off = sum(pair.is_off for pairs in self._pairs for pair in pairs.pairs)
-        if num_off != self._num_off:
-            self._num_off = num_off
-            self._log(f"leaves {num_off} of these batch norms as they are: gamma is too small to invert accurately.")
 
     def _observe(self, stack: ExitStack) -> StepObserver:
         if self._policy.abn is not None:
@@ -142,7 +138,7 @@ class Fusion:
         report = self._recomputation.report
         if not report.num_saved:
             return  # no gradient was recorded: a step that was skipped, weights that are still frozen
-        self._is_observing = False
+        self.is_observing = False
         self.is_useful = bool(report.num_dropped or any(swaps.modules for swaps in self._compiled) or self._observer)
         if not report.num_dropped:
             return

@@ -1,6 +1,6 @@
 """Quantize weights of frozen layers to 8 or 4 bits, layer by layer, and dequantize them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -118,7 +118,6 @@ def quantize_frozen_weights(  # noqa: PLR0913 - by name
     library: Library = "own",
     give_memory: Callable[[nn.Module], object] | None = None,
     device: torch.device | None = None,
-    follow: Callable[[Sequence[str]], Iterable[str]] = iter,
 ) -> "QuantizedLayers":
     """Quantize weights of frozen layers of ``model``, until :meth:`QuantizedLayers.remove`.
 
@@ -134,7 +133,6 @@ def quantize_frozen_weights(  # noqa: PLR0913 - by name
         library: Whose kernels dequantize; ``"auto"``: bitsandbytes where it is installed and faster.
         give_memory: Called with a layer on the meta device, to load it; else it must be loaded later.
         device: Quantizes weights in parts; the bytes go to the device of the weight. ``None``: that one quantizes.
-        follow: Iterates over the names of the layers, for example with a progress bar.
 
     Example:
         >>> import torch
@@ -157,8 +155,8 @@ def quantize_frozen_weights(  # noqa: PLR0913 - by name
     quantized = QuantizedLayers()
     done: dict[int, nn.Parameter] = {}
     try:
-        for name in follow(list(chosen)):
-            quantized.layers[name] = layer = chosen[name]
+        for name, layer in chosen.items():
+            quantized.layers[name] = layer
             if (weight := quantized_weight(layer)) is None:
                 weight = _quantize(layer, name, packing, device, done, give_memory)
             weight.form.library = library
@@ -285,20 +283,11 @@ def _load_packed(
     if given.shape == form.shape and given.is_floating_point():
         form.packing.encode(given, packed, packed.device)
     elif given.shape != packed.shape or given.dtype != packed.dtype:
-        found = Packing.of(given.shape, form.shape.numel()) if given.dtype == packed.dtype else None
-        if found is not None:
-            raise ValueError(
-                f"the checkpoint has {prefix}weight in {_describe(found)}, and this run uses "
-                f"{_describe(form.packing)}: set bits={found.bits}, block_size={found.block_size}."
-            )
         lists[-1].append(
-            f"size mismatch for {prefix}weight: copying a param with shape {given.shape} from checkpoint, the shape in "
-            f"current model is {form.shape}."
+            f"size mismatch for {prefix}weight: copying a {given.dtype} of shape {given.shape} from checkpoint, "
+            f"the shape in current model is {form.shape}, or {packed.shape} quantized with bits={form.packing.bits}, "
+            f"block_size={form.packing.block_size}. A quantized checkpoint needs the same bits and block_size."
         )
     else:
         packed.copy_(given)
     state_dict[f"{prefix}weight"] = weight.held  # loading copies it to itself
-
-
-def _describe(packing: Packing) -> str:
-    return f"{packing.bits} bits with block_size={packing.block_size}"

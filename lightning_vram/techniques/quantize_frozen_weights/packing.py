@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,14 +140,6 @@ class Packing(NamedTuple):
         for part in parts_of(len(packed), rows, packed):
             decode(blocks[part], *self._split(packed[part]))
         return numbers[:size]
-
-    @classmethod
-    def of(cls, shape: torch.Size, size: int) -> Self | None:
-        """Return the layout of ``size`` numbers in memory of this shape; ``None`` if it is none of ours."""
-        if len(shape) != 2:
-            return None
-        layouts = [cls(bits, (shape[1] - SCALE_BYTES) * 8 // bits) for bits in (8, 4)]
-        return next((one for one in layouts if one.block_size > 0 and one.num_blocks(size) == shape[0]), None)
 
     def _rows_at_a_time(self, device: torch.device) -> int:
         return (_PART if device.type == "cpu" else _PART_OF_DEVICES) // self.block_size

@@ -43,7 +43,7 @@ def measure_model(name: str, lossy: str | None) -> tuple[float, float]:
     """Kept bytes of plain, and the cosine, after three steps of AdamW with this compression."""
     torch.manual_seed(0)
     model, compute_loss = MODELS[name]()
-    layers = select_layers(model) if lossy is not None else None
+    layers = select_layers(model).modules() if lossy is not None else None
     stage = CompressionStage(model, lossy=lossy, layers=layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(NUM_STEPS):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_vram.memory.tracking.tracker import track_memory
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import Row
 from tests.support.networks import NETWORKS, make_network

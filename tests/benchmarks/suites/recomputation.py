@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import Row
 from tests.support.networks import Llama, resnet50

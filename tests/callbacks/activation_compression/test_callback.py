@@ -160,13 +160,10 @@ class LitFrozen(LitTiny):
         return torch.optim.SGD(self.offset, 0.1)
 
 
-def test_measures_nothing_where_no_parameter_requires_a_gradient_and_says_so_once(make_trainer):
+def test_measures_nothing_where_no_parameter_requires_a_gradient(make_trainer):
     callback = ActivationCompression(lossy="int8", min_bytes=64, gradient_cosine_every_n_batches=1)
-    message = r"^ActivationCompression\(gradient_cosine_every_n_batches\) measures nothing while no parameter requires"
-    with pytest.warns(UserWarning, match=message) as warnings:
-        fit(make_trainer, [callback], LitFrozen)
+    fit(make_trainer, [callback], LitFrozen)
     assert callback.gradient_cosine is None
-    assert sum("measures nothing" in str(warning.message) for warning in warnings) == 1
 
 
 def test_the_loss_is_scaled_as_for_the_backward(make_trainer, monkeypatch):
@@ -199,7 +196,11 @@ def test_the_loss_is_scaled_as_for_the_backward(make_trainer, monkeypatch):
     [
         ({"lossless": 1}, TypeError, r"^ActivationCompression\(lossless\) must be True or False, got 1"),
         ({"lossless": False}, ValueError, r"^ActivationCompression\(lossless=False, lossy=None\) does nothing"),
-        ({"lossy": "int4"}, ValueError, r"^ActivationCompression\(lossy\) must be one of .* got 'int4'"),
+        (
+            {"lossy": "int4"},
+            ValueError,
+            r"^ActivationCompression\(lossy\) must be 'bf16', 'fp8', 'int8' or None, got 'int4'",
+        ),
         ({"layers": "net"}, ValueError, r"^ActivationCompression\(layers\) needs lossy='bf16', 'fp8' or 'int8'"),
         ({"lossy": "int8", "layers": []}, ValueError, r"^ActivationCompression\(layers\) must name at least one"),
         ({"lossy": "int8", "block_size": 0}, ValueError, r"^ActivationCompression\(block_size\) must be at least 1"),

@@ -12,7 +12,7 @@ from lightning_vram.techniques.activation_checkpointing.apply import apply_activ
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
 SIDE = 64
 MATRIX = SIDE * SIDE * 4

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lightning_vram.core.random_state import default_source
-from lightning_vram.techniques.in_place_fusion.recomputation import recipes
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.in_place_fusion import recipes
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
 XPU = torch.device("xpu", 1)
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from lightning_vram.private_names.torch import hide_warning_of_hooks
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
 
 @pytest.mark.parametrize("make_stage", [partial(CompressionStage, min_bytes=0), partial(Recomputation, min_bytes=0)])

@@ -12,7 +12,7 @@ from lightning_vram.techniques.activation_checkpointing.apply import apply_activ
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.in_place_fusion.observed_links import StorageWatch
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
 
 @torch.library.custom_op("lightning_vram_tests::product", mutates_args=())

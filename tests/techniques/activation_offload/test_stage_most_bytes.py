@@ -159,16 +159,3 @@ def test_fetching_begins_when_half_of_what_stayed_is_used_up() -> None:
         handles.pop().give()
         num_here.append(sum(item.is_here for item in sent))
     assert num_here == [0, 0, 0, 0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("most_bytes", "kind", "message"),
-    [
-        (-1, ValueError, "most_bytes must not be negative, got -1."),
-        (True, TypeError, "most_bytes must be bytes as an int or text such as '24GiB', got True of type bool."),
-    ],
-)
-def test_other_limits_are_refused(most_bytes: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind) as error:
-        make(most_bytes)
-    assert str(error.value) == message

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.techniques.in_place_fusion import observed_links
 from lightning_vram.techniques.in_place_fusion.observed_links import StepObserver
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
 C = 8
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.techniques.in_place_fusion.observed_links import StepObserver
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
 
 def image() -> Tensor:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_vram.techniques.in_place_fusion.inplace_abn import (
+from lightning_vram.techniques.in_place_fusion.norm_pairs import (
     activate_,
     invert,
     measure_inversion_error,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.in_place_fusion.recomputation.compiled import apply_compiled_recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation import apply_compiled_recomputation
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.memory.tracking.tracker import track_memory
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
 C = 6
 
@@ -591,7 +591,7 @@ def test_a_kernel_that_gives_other_bits_the_second_time_is_found_and_its_result_
 
     library.impl("drift", drift, "CompositeExplicitAutograd")
     from lightning_vram.core import operators
-    from lightning_vram.techniques.in_place_fusion.recomputation import recorder
+    from lightning_vram.techniques.in_place_fusion import recorder
 
     operator = torch.ops.lightning_vram_test.drift.default
     operators._FAMILIES[operator] = operators.Family.ELEMENTWISE

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.networks import NETWORKS, make_network
 
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 from tests.benchmarks.suites.networks import compute_loss, measure_network
 
 # Bounds of the bytes kept, as shares of plain; for some networks also of the peak of the step.

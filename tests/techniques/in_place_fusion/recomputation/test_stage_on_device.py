@@ -9,7 +9,7 @@ from support.devices import DEVICE, device_module, requested_bytes
 from support.networks import NETWORKS, make_network
 from torch import Tensor, nn
 
-from lightning_vram.techniques.in_place_fusion.recomputation.stage import Recomputation
+from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
 pytestmark = [pytest.mark.device, pytest.mark.usefixtures("deterministic_kernels")]
 

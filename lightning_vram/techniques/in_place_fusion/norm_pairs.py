@@ -1,13 +1,24 @@
-"""Batch norm and an invertible activation as one function that saves only its output (InPlace-ABN).
+"""Two modules as one: a frozen batch norm folded into its convolution, or one inverted with its activation.
 
-The next layer saves the output anyway; the backward recovers ``y = act^-1(output)`` and ``xhat = (y - beta) / gamma``.
-From https://arxiv.org/abs/1712.02616, which trains with ``|gamma| + eps``: here gamma is used as it is, and the output
-is that of the original layers, by the same kernels. Costs the inverse in the backward, and accuracy: the rounding of
-the output is divided by gamma. A pair computes as the original modules do once gamma is too small for that.
+Of a proven link, the first module does the work of both, and the second passes on what it is given. The classes of both
+are swapped: names, ``state_dict``, copies and pickles stay those of the original modules, hooks see the result of both,
+and in compiled code the pair breaks the graph.
+
+Folding works on the fly and from the live parameters: the convolution's own output, which the norm would save for
+backward, never exists. Autograd differentiates through it, so both modules train on ("Tune mode",
+https://arxiv.org/abs/2305.11624). Equal up to rounding. Autograd saves the folded weights unless they are recomputed:
+without recomputation, small batches use more memory, not less.
+
+Inverting (InPlace-ABN, https://arxiv.org/abs/1712.02616): norm and activation are one function that saves only its
+output, which the next layer saves anyway; the backward recovers ``y = act^-1(output)`` and ``xhat = (y - beta) /
+gamma``. The paper trains with ``|gamma| + eps``: here gamma is used as it is, and the output is that of the original
+layers, by the same kernels. Costs the inverse in the backward, and accuracy: the rounding of the output is divided by
+gamma. A pair computes as the original modules do once gamma is too small for that.
 """
 
 import functools
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,12 +27,154 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_vram.core.hooks import is_in_backward, is_transformed
-from lightning_vram.core.patching import has_own_forward
+from lightning_vram.core.patching import Run, Swaps, has_own_forward, plain_class_forward
+from lightning_vram.core.tensors.properties import PLAIN_TYPES
 from lightning_vram.memory.device.accelerators import is_capturing
+from lightning_vram.memory.storages import version_of
 from lightning_vram.private_names.dispatcher import FakeTensor, batch_norm_and_statistics, without_dispatch
-from lightning_vram.private_names.torch import BatchNormBase, check_dimensions, is_in_forward_ad, without_autocast
+from lightning_vram.private_names.torch import (
+    BatchNormBase,
+    check_dimensions,
+    class_conv_forward,
+    convolve_with,
+    is_in_forward_ad,
+    without_autocast,
+)
 from lightning_vram.techniques.in_place_fusion.observed_links import Link
-from lightning_vram.techniques.in_place_fusion.pairs import Pair, Pairs, producing
+
+
+class Pair:
+    """What both modules carry in their ``__dict__``."""
+
+    def __init__(self, link: Link) -> None:
+        self.producer: Any = link.producer
+        self.consumer: Any = link.consumer
+        self.num_forwards = 0  # that did the work of both, without those in a backward
+        self.is_off = False  # for good
+        self._is_active = False  # the last forward of the producer did the work of both
+        self._output: tuple[weakref.ref[torch.UntypedStorage], int] | None = None  # on its way, and its version
+        self._is_lost = False
+
+    def give(self, output: Tensor | None) -> None:
+        """Note what the producer made for both; ``None`` if it did its own work only."""
+        self._is_active = output is not None
+        if output is not None:
+            self._is_lost |= self._output is not None
+            self._output = weakref.ref(output.untyped_storage()), version_of(output)  # FSDP2 passes on an alias
+            self.num_forwards += not is_in_backward()
+
+    def take(self, input: Tensor) -> bool:
+        """Whether nothing is left to do with ``input``, the consumer's."""
+        if self._output is None:
+            return self._is_active and is_in_backward()  # a checkpoint runs the consumer alone, on what it saved
+        (storage, version), self._output = self._output, None
+        if storage() is not input.untyped_storage() or version != version_of(input):
+            raise RuntimeError(
+                f"{self.consumer} got another tensor than the output of {self.producer}, which has done its work. "
+                "fold_frozen_bn and abn need a model that takes the same path in every step: leave them out."
+            )
+        return True
+
+    def end_step(self) -> bool:
+        """Forget what is on its way. Returns whether, since the last call, an output did not go to the consumer."""
+        was_lost = self._is_lost or self._output is not None
+        self._output, self._is_lost = None, False
+        return was_lost
+
+
+class Pairs(Swaps):
+    """Swaps links under ``key``, and undoes that. Raises ``ValueError`` if one cannot be; then no module is changed."""
+
+    def __init__(self, key: str, links: Iterable[Link], run_producer: Run) -> None:
+        super().__init__(key)
+        self.pairs = [Pair(link) for link in links]
+        with self.all_or_none():
+            for pair in self.pairs:
+                self.add(pair.producer, pair, run_producer)
+                self.add(pair.consumer, pair, _run_consumer)
+
+
+def _uncompiled(run: Run) -> Run:
+    """Break the graph, also of parts: a module outside of it may have done the work of one inside."""
+    outside: Run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        chosen = outside if torch.compiler.is_compiling() else run
+        return chosen(*args, **kwargs)
+
+    return choose
+
+
+def producing(run_both: Callable[[Pair, Tensor], Tensor | None]) -> Run:
+    """Return what a producer runs: ``run_both``, or its own forward where that gives ``None``."""
+
+    @_uncompiled
+    def run(module: Any, pair: Pair, original: Callable[[Tensor], Tensor], /, input: Tensor) -> Tensor:
+        if module is not pair.producer:  # DataParallel's copy, with weights of its own
+            return original(input)
+        output = run_both(pair, input)
+        pair.give(output)
+        return output if output is not None else original(input)
+
+    return run
+
+
+@_uncompiled
+def _run_consumer(_: Any, pair: Pair, original: Callable[[Tensor], Tensor], /, input: Tensor) -> Tensor:
+    return input if pair.take(input) else original(input)
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+_CONV_METHODS = {(kind.forward, class_conv_forward(kind)) for kind in CONVOLUTIONS}
+_NORM_FORWARDS = {kind.forward for kind in BATCH_NORMS}
+
+
+def fold_frozen_batch_norm(links: Iterable[Link]) -> Pairs:
+    """Let convolutions do the work of the frozen batch norms that follow them; return the undo.
+
+    A call folds if the norm is in evaluation mode then. The links must be proven, and foldable (:func:`can_fold`).
+    """
+    return Pairs("_frozen_batch_norm_folding", links, _run_convolution)
+
+
+def can_fold(link: Link) -> bool:
+    """Whether ``link`` is a stock convolution and a stock batch norm with running statistics."""
+    convolution, norm = link.producer, link.consumer
+    methods = plain_class_forward(convolution), class_conv_forward(type(convolution))
+    if has_own_forward(convolution) or has_own_forward(norm) or methods not in _CONV_METHODS:
+        return False
+    if plain_class_forward(norm) not in _NORM_FORWARDS or not isinstance(norm, BATCH_NORMS):
+        return False
+    return norm.running_mean is not None and norm.num_features == convolution.out_channels
+
+
+@producing
+def _run_convolution(pair: Pair, input: Tensor) -> Tensor | None:
+    convolution, norm = pair.producer, pair.consumer
+    if norm.training or norm.running_mean is None or norm.running_var is None or is_transformed():
+        return None
+    tensors = (convolution.weight, convolution.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    if not all(tensor is None or type(tensor) in PLAIN_TYPES for tensor in tensors):
+        return None  # FSDP2 has sharded the norm, which is in another group
+    return convolve_with(convolution, input, *_fold(convolution, norm))
+
+
+def _fold(convolution: Any, norm: Any) -> tuple[Tensor, Tensor]:
+    """Return the weight and the bias that do what both modules do. Computed in float32 at least."""
+    weight, bias = convolution.weight, convolution.bias
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    scale = torch.rsqrt(norm.running_var.to(dtype) + norm.eps)
+    if norm.weight is not None:
+        scale = scale * norm.weight.to(dtype)
+    mean = norm.running_mean.to(dtype)
+    shift = (bias.to(dtype) - mean if bias is not None else -mean) * scale
+    if norm.bias is not None:
+        shift = shift + norm.bias.to(dtype)
+    folded = weight.to(dtype) * scale.view(-1, *[1] * (weight.dim() - 1))
+    return folded.to(weight.dtype), shift.to(weight.dtype)
+
 
 CHECK_EVERY_N_FORWARDS = 100  # how often a pair reads gamma and beta: a GPU has to wait for that
 MAX_ERROR = 4e-4

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_vram.core.hooks import count_writes
+from lightning_vram.core.hooks import count_foreach_writes
 from lightning_vram.core.operators import (
     Family,
     family_of,
@@ -31,10 +31,9 @@ from lightning_vram.private_names.dispatcher import (
     BATCH_NORM_WITHOUT_STATISTICS,
     TO_COPY,
     FakeTensor,
-    is_foreach,
 )
 from lightning_vram.private_names.torch import count_storage_users, num_writes, storage_identity
-from lightning_vram.techniques.in_place_fusion.recomputation.recipes import (
+from lightning_vram.techniques.in_place_fusion.recipes import (
     CopyValue,
     Dropped,
     MaskValue,
@@ -189,7 +188,7 @@ class RecipeRecorder(OperatorSubscriber):
         with self.paused():
             for reference in self._saved.get(address, ()):
                 if (saved := reference()) is not None:
-                    num_known += saved.holds_memory and saved.tensor is not target
+                    num_known += saved.taken is None and saved.tensor is not target
                     saved.before_write()
         if address and count_storage_users(address) > num_known:
             for value in self._new:
@@ -365,12 +364,10 @@ def _in_place(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _writing(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    targets = list(iterate_written(func, args, kwargs))
-    for target in targets:
+    for target in iterate_written(func, args, kwargs):
         notes.before_write(target, is_counted=False)  # fused optimizers count no version either
     result = notes.run(func, (), args, kwargs)
-    if is_foreach(func):
-        count_writes(targets)
+    count_foreach_writes(func, args, kwargs)
     return result
 
 

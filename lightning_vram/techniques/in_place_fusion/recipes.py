@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_vram.core.hooks import StoredTensor
 from lightning_vram.core.random_state import Source, default_source
 from lightning_vram.core.tensors.codecs import pack_bits, unpack_bits
-from lightning_vram.core.tensors.properties import check_version, stored_as, version_counter
+from lightning_vram.core.tensors.properties import alias, check_version, stored_as, version_counter
 from lightning_vram.private_names.torch import num_writes, outside_of_vmap
 
 
@@ -23,32 +23,40 @@ class Saved:
     """A tensor that is saved for backward: by autograd, as the end of a recipe, or both.
 
     :meth:`restore` serves autograd, and raises if it was overwritten; :meth:`read` gives recipes what it held then.
+    ``taken``: what another stage, or a mask as bits, has of it: a snapshot, which no write reaches.
     """
 
-    __slots__ = ("__weakref__", "_copy", "is_end", "is_overwritten", "num_bytes", "tensor", "version")
+    __slots__ = (
+        "__weakref__",
+        "_copy",
+        "_shape",
+        "is_end",
+        "is_overwritten",
+        "num_bytes",
+        "taken",
+        "tensor",
+        "version",
+    )
 
-    holds_memory = True  # of the tensor itself
-
-    def __init__(self, tensor: Tensor, version: int) -> None:
-        self.tensor = tensor  # an alias without grad_fn: the tensor itself would be a reference cycle through its node
-        self.version = version
-        self.num_bytes = tensor.nbytes
+    def __init__(self, tensor: Tensor, taken: StoredTensor | None) -> None:
+        # An alias without grad_fn: the tensor itself would be a reference cycle through its node.
+        self.tensor = alias(tensor) if taken is None else version_counter(tensor)
+        self.version, self._shape = num_writes(tensor), tensor.shape
+        self.taken = taken
+        self.num_bytes = tensor.nbytes if taken is None else taken.num_bytes
         self.is_end = False  # of a recipe
         self.is_overwritten = False  # before a recipe ended on it: none will
         self._copy: Tensor | None = None
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether reading it is bit-exact."""
-        return True
-
     def restore(self) -> Tensor:
         """Return it to the operator that saved it. Raises ``RuntimeError`` as autograd does if it was overwritten."""
-        check_version(self.tensor, self.version, self.tensor.shape)
-        return self.tensor
+        check_version(self.tensor, self.version, self._shape)
+        return self.tensor if self.taken is None else self.taken.give()
 
     def read(self) -> Tensor:
         """Return what it held when it was saved."""
+        if self.taken is not None:
+            return self.taken.give()
         if self._copy is not None:
             return self._copy
         if num_writes(self.tensor) != self.version:
@@ -61,51 +69,24 @@ class Saved:
 
     def before_write(self) -> None:
         """Copy it for the recipes that end on it: its memory is about to be overwritten."""
-        if not self.is_end:
-            self.is_overwritten = True
+        if self.taken is not None and (self.is_end or self.taken.is_snapshot):
+            self.taken.before_write()
+        elif not self.is_end:
+            self.is_overwritten = True  # maybe by the operator that saves it
         elif self._copy is None:
             self.copy()
 
     def copy(self) -> None:
         """Let recipes read what it holds now: the span of memory it covers, so that overlaps stay overlaps."""
         tensor = self.tensor
+        if self.taken is not None:
+            return
         if tensor.is_neg() or tensor.is_conj() or tensor.numel() == 0:
             self._copy = tensor.resolve_conj().resolve_neg().clone()
             return
         extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         span = tensor.as_strided((extent,), (1,), tensor.storage_offset()).clone()
         self._copy = span.as_strided(tensor.shape, tensor.stride(), 0)
-
-
-class SavedElsewhere(Saved):
-    """A tensor that another stage took over, or a mask as bits: a snapshot, which no write reaches."""
-
-    holds_memory = False
-
-    __slots__ = ("_shape", "_taken")
-
-    def __init__(self, tensor: Tensor, taken: StoredTensor) -> None:
-        super().__init__(version_counter(tensor), num_writes(tensor))
-        self._taken = taken
-        self._shape = tensor.shape
-        self.num_bytes = taken.num_bytes
-
-    @property
-    def is_exact(self) -> bool:  # noqa: D102
-        return self._taken.is_exact
-
-    def restore(self) -> Tensor:  # noqa: D102
-        check_version(self.tensor, self.version, self._shape)
-        return self._taken.give()
-
-    def read(self) -> Tensor:  # noqa: D102
-        return self._taken.give()
-
-    def before_write(self) -> None:  # noqa: D102
-        if self.is_end or self._taken.is_snapshot:
-            self._taken.before_write()
-        else:
-            self.is_overwritten = True  # by the operator that saves it, or by a later one
 
 
 class MaskBits(StoredTensor):

@@ -3,14 +3,14 @@
 A dispatch mode records how each result of a cheap operator is computed, in any eager model. When autograd saves a
 tensor, a hook drops it if it can be recomputed from tensors that are saved anyway and that saves bytes. Autograd's
 backward gets the same numbers, double backward included. Not reached: what a ``torch.autograd.Function`` holds in
-attributes, what a ``torch.func`` transform saves, and compiled code.
+attributes, what a ``torch.func`` transform saves, and compiled code: see :func:`apply_compiled_recomputation`.
 """
 
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cache
@@ -19,10 +19,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, pack_in_place, saving, unpack
 from lightning_vram.core.operators import Family, family_of, in_place_form
+from lightning_vram.core.patching import Swaps
 from lightning_vram.core.tensors.properties import (
     PARAMETER_CLASSES,
     PLAIN_TYPES,
@@ -35,16 +37,15 @@ from lightning_vram.memory.storages import NO_VERSION, storage_address, version_
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names.dispatcher import FakeTensor, hide_from_dynamo, without_dispatch
 from lightning_vram.private_names.torch import base_of, is_view, num_writes, without_autocast
-from lightning_vram.techniques.in_place_fusion.recomputation.recipes import (
+from lightning_vram.techniques.in_place_fusion.recipes import (
     Dropped,
     MaskBits,
     MaskValue,
     Recipe,
     Saved,
-    SavedElsewhere,
     Value,
 )
-from lightning_vram.techniques.in_place_fusion.recomputation.recorder import COPIED_BYTES, RecipeRecorder
+from lightning_vram.techniques.in_place_fusion.recorder import COPIED_BYTES, RecipeRecorder
 
 _MAX_STEPS = 400  # values looked at to find the ends of one recipe: long chains of views end here
 _MAX_LEVELS = 100  # of recursion
@@ -130,7 +131,7 @@ class _Rebuilding:
         key = id(value)
         self._num_uses[key] -= 1
         if (saved := value.find_saved()) is not None:
-            self.is_exact &= saved.is_exact
+            self.is_exact &= saved.taken is None or saved.taken.is_exact
             return saved.read()
         dropped = value.find_dropped()
         tensor = dropped.cache if dropped is not None and dropped.cache is not None else self._made.get(key)
@@ -280,7 +281,7 @@ class Recomputation(SavedTensorStage):
     @override
     @hide_from_dynamo
     def _unpack(self, packed: Any) -> Tensor:
-        if type(packed) is Saved:
+        if type(packed) is Saved and packed.taken is None:
             return packed.restore()
         if type(packed) is tuple or isinstance(packed, Tensor):
             return unpack(packed)
@@ -311,7 +312,7 @@ class Recomputation(SavedTensorStage):
                 taken: StoredTensor | None = MaskBits(tensor, self.hand_on)
             else:
                 taken = self.hand_on(tensor) if not is_lasting else None
-            saved = SavedElsewhere(tensor, taken) if taken is not None else Saved(alias(tensor), num_writes(tensor))
+            saved = Saved(tensor, taken)
         self._recorder.watch(value, saved)
         if not is_lasting:
             self.report.kept_bytes += saved.num_bytes
@@ -439,3 +440,37 @@ def _references_of_autograds_own() -> int:
 def _unanimous(fates: dict[Any, _Fate]) -> _Fate | None:
     """Return what became of all shapes, if enough were tried: batches may have any length."""
     return next(iter(fates.values())) if len(fates) >= _MAX_SHAPES and len(set(fates.values())) == 1 else None
+
+
+# In compiled code no dispatch mode sees norms and activations: ``torch.utils.checkpoint`` marks operators there to be
+# recomputed, fused into the kernels that read them; the graph stays whole and the results bit-exact. Batch norms are
+# left to the partitioner: marked, they cost memory (10.0 against 6.0 maps on four convolution blocks); it recomputes
+# them itself once the activation behind them is marked.
+
+_MODULES: tuple[type[nn.Module], ...] = (
+    *(nn.LayerNorm, nn.RMSNorm, nn.GroupNorm),
+    *(nn.CELU, nn.ELU, nn.GELU, nn.LeakyReLU, nn.Mish, nn.ReLU, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Tanh),
+    *(nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh),
+)
+_FORWARDS = frozenset(vars(kind)["forward"] for kind in _MODULES)
+
+
+def apply_compiled_recomputation(model: nn.Module) -> Swaps:
+    """Let the norms and activations of ``model`` be recomputed in backward where they run compiled; return the undo.
+
+    Eager code runs unchanged. Parts of ``model`` may be compiled before or after. Inside a checkpointed layer all is
+    marked already.
+    """
+    handle = Swaps("_compiled_recomputation")
+    for module in model.modules():
+        is_stock = getattr(type(module), "forward", None) in _FORWARDS and "forward" not in vars(module)
+        if is_stock and not getattr(module, "inplace", False):
+            with suppress(ValueError):  # scripted, or taken by another technique
+                handle.add(module, None, _run)
+    return handle
+
+
+def _run(module: nn.Module, state: None, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if not torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return original(*args, **kwargs)
+    return checkpoint(original, *args, use_reentrant=False, **kwargs)
