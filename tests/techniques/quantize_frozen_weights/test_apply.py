@@ -477,13 +477,11 @@ def test_a_checkpoint_of_other_blocks_is_refused(other):
     model, saved = LoRANet(), LoRANet()
     quantize_frozen_weights(model, 8)
     quantize_frozen_weights(saved, *other)
-    message = (
-        f"the checkpoint has embed.weight in {other[0]} bits with block_size={other[1]}, and this run uses 8 "
-        f"bits with block_size=64: set bits={other[0]}, block_size={other[1]}."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(
+        RuntimeError, match=r"size mismatch for embed\.weight: .* with bits=8, block_size=64\. A quantized"
+    ):
         model.load_state_dict(saved.state_dict())
-    with pytest.raises(RuntimeError, match=r"size mismatch for head.weight: .*\[96, 32\].*, .*\[96, 64\]\)\."):
+    with pytest.raises(RuntimeError, match=r"size mismatch for head.weight: .*\[96, 32\].*\[96, 64\]"):
         model.load_state_dict({**LoRANet().state_dict(), "head.weight": torch.ones(96, 32)})
 
 

@@ -82,13 +82,6 @@ def test_levels_are_those_of_nf4():
     assert torch.equal(decoded, numbers * 3)
 
 
-def test_memory_tells_how_numbers_are_packed():
-    for packing in PACKINGS:
-        assert Packing.of(packing.empty(4096, torch.device("cpu")).shape, 4096) == packing
-    assert Packing.of(torch.Size([64, 64]), 4096) is None
-    assert Packing.of(torch.Size([4096]), 4096) is None
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packing", [Packing(8, 64), Packing(4, 64)], ids=str)
 def test_a_fake_weight_has_the_peak_of_a_real_one_for_a_tenth_of_the_operators(packing, dtype, monkeypatch):
