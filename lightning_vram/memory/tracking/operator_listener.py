@@ -143,9 +143,15 @@ class StorageSubscriber(OperatorSubscriber):
         """Called with a new storage. ``device`` is its tensor's: a fake tensor's storage is on ``meta``."""
         raise NotImplementedError
 
+    def on_change(self, result: Any) -> None:
+        """Called with arguments that an operator returned and perhaps resized."""
+
     @override
     def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
-        if results_of(func) is Results.NEW:
+        results = results_of(func)
+        if results is Results.CHANGED:
+            self.on_change(result)
+        elif results is Results.NEW:
             for tensor in tensors_in(result):
                 for storage, device in iterate_storages(tensor):
                     if self.known.find_storage(storage) is None:

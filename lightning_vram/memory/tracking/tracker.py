@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_vram.memory.device.accelerators import PhasePeaks, stream_id
 from lightning_vram.memory.device.measurement import Measurement
 from lightning_vram.memory.storages import ByStorage, iterate_storages, iterate_tensors
-from lightning_vram.memory.tracking.operator_listener import Results, StorageSubscriber, results_of
+from lightning_vram.memory.tracking.operator_listener import StorageSubscriber
 from lightning_vram.memory.tracking.timeline import HOST, Allocation, Category, MemoryEvent, MemoryTimeline, Phase
 from lightning_vram.private_names.dispatcher import detect_fake_mode
 from lightning_vram.private_names.torch import current_graph_task_id, observe_forwards, tensors_in
@@ -356,11 +356,9 @@ class MemoryTracker(StorageSubscriber):
             self._observe()  # but hooks on saved tensors detach without gradients, in the middle of a recomputation
 
     @override
-    def after(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
-        super().after(func, args, kwargs, result)
-        if results_of(func) is Results.CHANGED:
-            for tensor in tensors_in(result):
-                self.ledger.update(tensor)
+    def on_change(self, result: Any) -> None:
+        for tensor in tensors_in(result):
+            self.ledger.update(tensor)
 
     @override
     def on_storage(self, func: Any, storage: torch.UntypedStorage, device: torch.device) -> None:
