@@ -13,7 +13,7 @@ from lightning_vram.core.host import memory
 from lightning_vram.core.host.memory import ChunkedSpace, HostArena
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import GIB, KIB, MIB
-from lightning_vram.techniques.activation_offload.places import OffloadPlaces
+from lightning_vram.techniques.activation_offload.items import OffloadPlaces
 
 
 @pytest.fixture
