@@ -230,10 +230,10 @@ def is_same(name: str, net: nn.Module, optimizer: Optimizer, **more: Any) -> boo
 
 def compare(name: str, form: str, net: nn.Module, optimizer: Optimizer) -> str:
     """Return a cell, or how far off the weights are."""
-    if is_same(name, net, optimizer):
-        return "equal"
-    if find_setting(name).has_fused and is_same(name, net, optimizer, fused=True):
-        return "fused"
+    kernels = {"equal": {}, "fused": {"fused": True}} if find_setting(name).has_fused else {"equal": {}}
+    cells = [cell for cell, more in kernels.items() if is_same(name, net, optimizer, **more)]
+    if cells:  # on some CPUs, both kernels round alike
+        return TABLE[name][form] if TABLE[name].get(form) in cells else cells[0]
     expected, _ = trained(name)
     distance, moved = (weights(net) - expected).norm(), (expected - weights(Net())).norm()
     of_moved, of_weights = BOUNDS.get(form.removeprefix("host "), (-1.0, 0.0))
