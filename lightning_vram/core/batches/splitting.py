@@ -292,12 +292,13 @@ class _Layout:
     def _read_list(self, parts: Parts, path: BatchPath) -> bool:
         known = self._known.get(path)
         could_be_samples = known != "columns" and self._could_be_samples(parts, path)
-        columns, misfit = _Layout(self.size, self._shared, self._known), None
+        columns = _Layout(self.size, self._shared, self._known)
+        misfit: tuple[BatchPath, str] | None = None
         are_cut: list[bool] = []
         try:
             are_cut = columns._read_columns(parts, path) if known != "samples" else []
         except _Misfit as error:
-            misfit = error
+            misfit = error.path, error.found  # not the error, whose frames hold the batch until gc finds the cycle
         # A list of texts or numbers is one of columns only if each follows.
         if (all if is_plain(parts.values) else any)(are_cut) and are_cut:
             self.roles |= columns.roles | {path: "columns"}
@@ -310,7 +311,7 @@ class _Layout:
             return True
         if is_plain(parts.values) or (misfit is None and known != "samples"):
             return False
-        raise misfit or _Misfit(path, f"is a list of {len(parts.values)}")
+        raise _Misfit(*(misfit or (path, f"is a list of {len(parts.values)}")))
 
     def _could_be_samples(self, parts: Parts, path: BatchPath) -> bool:
         if len(parts.values) != self.size or not is_uniform(parts.values):
@@ -341,7 +342,7 @@ def _find_layout(batch: object, shared: SharedKeys, known: Mapping[BatchPath, Ro
         try:
             fits += [layout] if layout.read(batch) else []
         except _Misfit as misfit:
-            misfits[size] = misfit
+            misfits[size] = misfit.with_traceback(None)
     if not fits:
         raise _explain(batch, shared, misfits)
     if len(fits) > 1:

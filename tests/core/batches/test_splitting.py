@@ -1,5 +1,7 @@
 """BatchSplitter: what is cut, what goes into every part, and what is refused."""
 
+import gc
+import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 from enum import Enum
@@ -448,3 +450,18 @@ def test_parts_put_together_again_are_the_batch(data):
     assert [len(part["x"]) for part in parts] == sizes
     assert set().union(*(storages(part) for part in parts)) <= storages(batch)
     assert_same(combine_outputs(parts, sizes, [part / size for part in sizes]), batch)
+
+
+def test_a_batch_whose_list_fits_in_one_way_only_is_freed_at_once():
+    """Readings that do not fit leave no cycle of errors and frames, which would hold the batch and its gradients."""
+    images = [torch.zeros(3, 40, 40 + index) for index in range(4)]
+    batch = (images, [{"boxes": torch.zeros(1 + index, 4)} for index in range(4)])
+    alive = weakref.ref(images[0])
+    gc.collect()
+    gc.disable()
+    try:
+        BatchSplitter().split(batch, [2, 2])
+        del batch, images
+        assert alive() is None
+    finally:
+        gc.enable()
