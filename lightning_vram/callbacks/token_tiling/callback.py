@@ -63,8 +63,9 @@ class TokenTiling(FitTechnique):
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
+        model = trainer.lightning_module
         try:
-            self._handle = apply_token_tiling(trainer.lightning_module, self.layers, self.tile, refuse=_refuse)
+            self._handle = apply_token_tiling(model, self.layers, self.tile, error=MisconfigurationException)
         except ValueError as error:
             raise MisconfigurationException(f"TokenTiling: {error}") from None
 
@@ -96,9 +97,3 @@ class TokenTiling(FitTechnique):
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_handle": None, "_has_reported": False}  # a copy is not part of any run
-
-
-def _refuse(layer: str, reason: str) -> None:
-    raise MisconfigurationException(
-        f"TokenTiling(layers): {layer} cannot be tiled: it {reason}. Leave it out, or use layers='auto'."
-    )
