@@ -8,7 +8,6 @@ closure (``memory/leaks/search.py``).
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -114,18 +113,17 @@ class LeakDetector(FitTechnique):
         self._around: list[AroundStep] = []
         self._to_raise: str | None = None
         self._last_step = 0
-        self._num_batches = 0
         self._stepped: list[Optimizer] | None = None  # before the second batch; ``None`` if gradients are not looked at
         self._has_graph: set[str] = set()  # evaluations whose outputs have one
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
         self.leaks = []
-        self._last_step = self._num_batches = 0
+        self._last_step = 0
         strategy = trainer.strategy
         offload = getattr(getattr(strategy, "arguments", None), "offload", "none")  # of fsdp_offload
         self._stepped = [] if offload == "none" and not strategy.handles_gradient_accumulation else None
-        counter = LiveBytes(trainer.strategy.root_device)
+        counter = LiveBytes(strategy.root_device)
         program = Program(
             count=counter.read,
             held=partial(_lasting_tensors, trainer),
@@ -135,10 +133,8 @@ class LeakDetector(FitTechnique):
         )
         reported: set[str] = set()
         for stage, step in _STEPS.items():
-            search = LeakSearch(program, self.patience, self.min_bytes_per_step, reported)
-            around = partial(_around_step, search)
-            self._searches[stage] = search
-            self._around.append(AroundStep(trainer.strategy, step, Depth.OBSERVATION, around))
+            search = self._searches[stage] = LeakSearch(program, self.patience, self.min_bytes_per_step, reported)
+            self._around.append(AroundStep(strategy, step, Depth.OBSERVATION, search.around_step))
         devices = " and ".join(counter.read())
         rank_zero_info(
             f"LeakDetector reads the allocated memory of {devices} after each step."
@@ -178,7 +174,8 @@ class LeakDetector(FitTechnique):
             self._last_step = trainer.global_step
             num_left = _batches_left(trainer.num_training_batches, batch_idx)
             self._note("train", self._searches["train"].end_step(num_left), trainer)
-        self._raise_together(trainer)
+        if trainer.world_size == 1 or batch_idx % self.patience == 0:
+            self._raise_together(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -186,7 +183,7 @@ class LeakDetector(FitTechnique):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._raise_together(trainer, is_end=True)
+        self._raise_together(trainer)
 
     @override
     def on_validation_batch_end(
@@ -220,7 +217,7 @@ class LeakDetector(FitTechnique):
             return
         self._searches[stage].end_epoch()
         if trainer.state.fn != "fit":  # there all ranks raise together in training
-            self._raise_together(trainer, is_end=True)
+            self._raise_together(trainer)
 
     on_test_end = on_validation_end
     on_predict_end = on_validation_end
@@ -249,15 +246,12 @@ class LeakDetector(FitTechnique):
         else:
             self._to_raise = message
 
-    def _raise_together(self, trainer: pl.Trainer, *, is_end: bool = False) -> None:
+    def _raise_together(self, trainer: pl.Trainer) -> None:
         """Raise on all ranks at the same batch, or at the end: other ranks would wait for one that has raised."""
         if self.on_leak != "raise":
             return
-        self._num_batches += not is_end
         is_any = self._to_raise is not None
         if trainer.world_size > 1:
-            if self._num_batches % self.patience and not is_end:
-                return
             is_any = trainer.strategy.reduce_boolean_decision(is_any, all=False)
         if is_any:
             raise MemoryLeakError(self._to_raise or "LeakDetector: memory grows with the steps on another rank.")
@@ -286,12 +280,6 @@ def _warn_of_late_zeroing(stepped: Iterable[Optimizer]) -> None:
             "although the optimizer has already stepped. In manual optimization, call optimizer.zero_grad() right "
             "after optimizer.step()."
         )
-
-
-@contextmanager
-def _around_step(search: LeakSearch, *_: Any, **__: Any) -> Iterator[None]:
-    with search.around_step():
-        yield
 
 
 def _batches_left(num_batches: float, batch_idx: int) -> float:

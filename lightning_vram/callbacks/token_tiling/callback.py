@@ -20,8 +20,9 @@ class TokenTiling(FitTechnique):
 
     TiledMLP of ALST (Bekman et al. 2025, https://arxiv.org/abs/2506.13996). Only a module's input and output are whole;
     the backward recomputes each tile. The first call of a module checks on 64 tokens that no token depends on another.
-    Modules that mix tokens (attention, convolutions, batch norms, positions), draw one mask for all tokens, write to
-    inputs or buffers, store something of a call, or use weights of other modules are not tiled.
+    Modules that mix tokens (attention, convolutions, batch norms, positions), get or return several tensors, draw one
+    mask for all tokens, write to inputs or buffers, store something of a call, or use weights of other modules are not
+    tiled.
     Lossless: kernels may round differently for fewer rows, and weight gradients are accumulated in float32 in another
     order. Dropout draws other masks than the baseline.
 

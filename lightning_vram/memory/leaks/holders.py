@@ -4,7 +4,7 @@ import gc
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
@@ -46,30 +46,19 @@ def _frames_of_user() -> list[FrameType]:
 class StepWatch(StorageSubscriber):
     """Storages made from before one step to before the next, with the line that made them: :meth:`finish` ends it.
 
-    The line is the innermost one of the user's; empty in the backward. Followed steps run uncompiled.
+    The line is the innermost one of the user's; empty in the backward. While it is entered, nothing runs compiled.
     """
 
     takes_apart = True
     known: ByStorage[str]
 
-    def __init__(self, *, follows_operators: bool) -> None:
+    def __init__(self) -> None:
         super().__init__(ByStorage())
         self.nodes = range(0)  # of the graph of the step, by number
         self.is_finished = False
-        self._follows_operators = follows_operators
         self._old_keys = {storage_key(storage) for storage in storages_of(live_tensors())}
         self._first_node = num_nodes()
-        self._num_outer = 0  # frames of the user's that were there before the step, and made nothing of it
-
-    @contextmanager
-    def around_step(self) -> Iterator[None]:
-        """Follow the operators of the step inside the block, if they may be."""
-        if not self._follows_operators or self.is_finished:
-            yield
-            return
-        self._num_outer = len(_frames_of_user())
-        with self:
-            yield
+        self._num_outer = len(_frames_of_user())  # that were there before the step, and made nothing of it
 
     @override
     def on_storage(self, func: Any, storage: torch.UntypedStorage, device: torch.device) -> None:
@@ -104,13 +93,12 @@ class StepWatch(StorageSubscriber):
 
 def live_tensors() -> list[Tensor]:
     """Return the tensors that Python can see."""
-    kinds = {Tensor}
-    waiting = [Tensor]
-    while waiting:
-        new = set(waiting.pop().__subclasses__()) - kinds
-        kinds |= new
-        waiting += new
-    return [thing for thing in gc.get_objects() if type(thing) in kinds]
+    return [thing for thing in gc.get_objects() if is_a(thing, Tensor)]
+
+
+def is_a(thing: object, kinds: Any) -> Any:
+    """Like ``isinstance``, which asks proxies and mocks for their class; some of them warn, or load a library."""
+    return issubclass(type(thing), kinds)
 
 
 _MAX_TARGETS = 16
@@ -144,31 +132,27 @@ def find_holders(watch: StepWatch, names: Mapping[str, object]) -> list[Holder]:
     References are followed from the objects of ``names``, by what they are called, and then from all globals.
     """
     gc.collect()  # what only a cycle keeps is kept by nobody
-    targets, with_graph = _targets(watch)
+    targets = _targets(watch)
     found: dict[str, Holder] = {}
-    for link in _ways({id(target) for target in targets}, names):
-        holder = _describe(link, has_graph=id(link.thing) in with_graph)
+    for link in _ways(set(targets), names):
+        holder = _describe(link, has_graph=targets[id(link.thing)])
         if holder.path not in found or holder.has_graph:
             found[holder.path] = holder
     return list(found.values())
 
 
-def _targets(watch: StepWatch) -> tuple[list[Tensor], set[int]]:
-    """Return the tensors that keep most, and the ``id`` of those that keep the graph of the step."""
+def _targets(watch: StepWatch) -> dict[int, bool]:
+    """Return the tensors that keep most, by their ``id``, and whether they keep the graph of the step."""
     alive = watch.alive()
-    sizes: dict[int, int] = {}
-    with_graph: set[int] = set()
-    tensors = live_tensors()
-    for tensor in tensors:
+    kept: list[tuple[bool, int, int]] = []
+    for tensor in live_tensors():
         size = sum(alive.get(storage_key(storage), (0,))[0] for storage in storages_of([tensor]))
-        if _reaches(tensor, watch.nodes):
-            with_graph.add(id(tensor))
-        if size or id(tensor) in with_graph:
-            sizes[id(tensor)] = size
-    least = max(sizes.values(), default=0) // _LEAST_PART
-    found = [tensor for tensor in tensors if sizes.get(id(tensor), -1) >= least or id(tensor) in with_graph]
-    found.sort(key=lambda tensor: (id(tensor) not in with_graph, -sizes[id(tensor)]))
-    return found[:_MAX_TARGETS], with_graph
+        has_graph = _reaches(tensor, watch.nodes)
+        if size or has_graph:
+            kept.append((has_graph, size, id(tensor)))
+    least = max((size for _, size, _ in kept), default=0) // _LEAST_PART
+    kept = sorted((one for one in kept if one[0] or one[1] >= least), reverse=True)[:_MAX_TARGETS]
+    return {key: has_graph for has_graph, _, key in kept}
 
 
 def _reaches(tensor: Tensor, nodes: range) -> bool:
@@ -236,11 +220,6 @@ def _parts(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
 def _attributes(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in list(attributes.items()):
         yield from list(value.items()) if name in _MODULE_TABLES and is_a(value, dict) else [(name, value)]
-
-
-def is_a(thing: object, kinds: Any) -> Any:
-    """Like ``isinstance``, which asks proxies and mocks for their class; some of them warn, or load a library."""
-    return issubclass(type(thing), kinds)
 
 
 def _describe(link: _Link, *, has_graph: bool) -> Holder:

@@ -7,10 +7,13 @@ one as well, or if memory would run out before.
 
 import ctypes
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +22,12 @@ from lightning_vram.memory.device.accelerators import has_statistics
 from lightning_vram.memory.leaks.holders import NOBODY, Holder, StepWatch, find_holders
 from lightning_vram.memory.units import MIB, format_bytes
 
-_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-
 
 class _MallocInfo(ctypes.Structure):
     """``struct mallinfo2`` of glibc: ``uordblks`` and ``hblkhd`` are bytes in use, in heaps and in their own maps."""
 
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS.split())
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
 
 
 class LiveBytes:
@@ -34,39 +36,25 @@ class LiveBytes:
     def __init__(self, device: torch.device) -> None:
         self._counters: dict[str, Callable[[], int]] = {}
         if has_statistics(device.type):
-            module = torch.get_device_module(device)
-            self._counters[str(device)] = lambda: int(module.memory_allocated(device))
-        host = _host_counter()
-        if host is not None:
-            self._counters["cpu"] = host
+            self._counters[str(device)] = partial(torch.get_device_module(device).memory_allocated, device)
+        count = _host_counter()
+        before, probe = count(), torch.empty(MIB, dtype=torch.uint8, device="cpu")
+        if count() - before >= probe.nbytes // 2:  # not of jemalloc or mimalloc
+            self._counters["cpu"] = count
 
     def read(self) -> dict[str, int]:
         """Return bytes by device. Those that nobody counts are left out: the host of macOS and Windows, MPS."""
         return {name: count() for name, count in self._counters.items()}
 
 
-def _host_counter() -> Callable[[], int] | None:
-    """Return what counts the host's memory; ``None`` where tensors do not come from glibc."""
-    read_info = getattr(_c_library(), "mallinfo2", None)
-    if read_info is None:
-        return None
-    read_info.restype = _MallocInfo
-
-    def count() -> int:
-        info = read_info()
-        return int(info.uordblks + info.hblkhd)
-
-    before = count()
-    probe = torch.empty(MIB, dtype=torch.uint8, device="cpu")
-    is_counted = count() - before >= probe.nbytes // 2  # not of jemalloc or mimalloc
-    return count if is_counted else None
-
-
-def _c_library() -> ctypes.CDLL | None:
+def _host_counter() -> Callable[[], int]:
+    """Return what counts the bytes that glibc has given away; nothing where there is none."""
     try:
-        return ctypes.CDLL(None)
-    except (OSError, TypeError):  # Windows
-        return None
+        read_info = ctypes.CDLL(None).mallinfo2
+    except (OSError, TypeError, AttributeError):  # Windows, macOS
+        return int
+    read_info.restype = _MallocInfo
+    return lambda: sum(attrgetter("uordblks", "hblkhd")(read_info()))
 
 
 def steady_bytes(counts: Sequence[int], min_bytes: int) -> int:
@@ -131,16 +119,14 @@ class LeakSearch:
         self._suspects: set[str] = set()  # paths, where nobody counts
         self._reported = reported
 
-    @contextmanager
-    def around_step(self) -> Iterator[None]:
-        """Has to be around each step: one of many is followed."""
+    def around_step(self, *_: Any, **__: Any) -> AbstractContextManager[object]:
+        """Return what has to be entered around each step: one of many is followed."""
         if self._is_armed:
-            self._watch = StepWatch(follows_operators=self._program.follows_operators)
-            self._age = 0
+            self._watch, self._age = StepWatch(), 0
             self._is_armed = self._has_looked = self._has_outlived_epoch = False
         self._finish()  # what was made between the steps is in it, too
-        with nullcontext() if self._watch is None else self._watch.around_step():
-            yield
+        is_followed = self._watch is not None and not self._watch.is_finished and self._program.follows_operators
+        return self._watch if self._watch is not None and is_followed else nullcontext()
 
     def end_step(self, num_steps_left: float) -> Leak | None:
         """Count at the end of a step; returns each leak once. ``num_steps_left`` of the epoch: infinity if unknown."""

@@ -148,12 +148,12 @@ def _ask(module: nn.Module, state: _State, body: Body, hidden: Tensor) -> tuple[
     values = (value for part in module.modules() for value in (part, *vars(part).values()))
     # What may decide whether it mixes tokens: classes, modes, flags, functions, the adapter in use.
     key = (torch.is_grad_enabled(), hidden.dim(), body.place, *map(_setting, body.values), *map(_setting, values))
-    if len(state.verdicts) >= _MAX_VERDICTS and key not in state.verdicts:
-        return False, f"has more than {_MAX_VERDICTS} settings, such as a counter"
     known: dict[Any, tuple[bool, str]] = state.verdicts
     if not have_values(hidden):  # in an estimate: layers of one kind, in this and other estimates, are asked once
         key += tuple(one.shape for one in (*module.parameters(), *module.buffers()))
         known = _in_estimates
+    if len(state.verdicts) >= _MAX_VERDICTS and key not in state.verdicts:
+        return False, f"has more than {_MAX_VERDICTS} settings, such as a counter"
     if key not in known:
         known[key] = prove(module, body, hidden)
     state.verdicts[key] = known[key]
@@ -238,15 +238,15 @@ class _Runs:
     def __init__(self, module: nn.Module, body: Body, hidden: Tensor) -> None:
         self._module, self._body = module, body
         self._devices = {one.device for one in (hidden, *module.parameters())}
-        self.dim, num_tokens = hidden.dim() - 2, hidden.shape[-2]
-        num = min(num_tokens, _NUM_TOKENS if have_values(hidden) else _NUM_RANDOM_TOKENS) // 2 * 2
-        chosen = torch.linspace(0, num_tokens - 1, num, device="cpu").long().to(hidden.device)
-        self.hidden, replaced = hidden.detach().index_select(self.dim, chosen), body.parameters_by_name
+        self.dim, num_tokens, replaced = hidden.dim() - 2, hidden.shape[-2], body.parameters_by_name
         if have_values(hidden):
+            chosen = torch.linspace(0, num_tokens - 1, min(num_tokens, _NUM_TOKENS) // 2 * 2, device=hidden.device)
+            self.hidden = hidden.detach().index_select(self.dim, chosen.long())
             values = [one.detach() if one.any() else _randomized([one])[0].to(one) for one in replaced.values()]
         else:
             replaced = {**replaced, **dict(body.named_buffers())}
-            self.hidden, *values = _randomized([self.hidden, *replaced.values()])
+            few = hidden.narrow(self.dim, 0, min(num_tokens, _NUM_RANDOM_TOKENS) // 2 * 2)
+            self.hidden, *values = _randomized([few, *replaced.values()])
         self._replaced = dict(zip(replaced, values, strict=True))  # parameters, and buffers in estimates
 
     def run(self, order: Tensor, nan_at: int | None = None) -> tuple[list[Tensor], list[int]]:
@@ -327,9 +327,7 @@ def _randomized(tensors: Collection[Tensor]) -> list[Tensor]:
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are bitwise identical, with NaN in the same places."""
-    if torch.equal(one, other) or one.shape != other.shape:
-        return one.shape == other.shape
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _compare(runs: _Runs) -> str:
