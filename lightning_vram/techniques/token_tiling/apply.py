@@ -275,8 +275,8 @@ class _Runs:
         result = self._call(leaf)
         found = [result.detach()]
         if result.requires_grad:  # of gradients that differ from token to token
-            (gradient,) = torch.autograd.grad(result, leaf, found, allow_unused=True)
-            found += [] if gradient is None else [gradient]
+            gradients: Sequence[Tensor | None] = torch.autograd.grad(result, leaf, found, allow_unused=True)
+            found += [one for one in gradients if one is not None]
         for key, leaves in _contents(self._module).items():
             olds = before.get(key, [])
             if len(leaves) != len(olds) or any(map(_is_changed, leaves, olds)):

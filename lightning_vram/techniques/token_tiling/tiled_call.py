@@ -143,7 +143,9 @@ def _add_gradients(
     end = get_gradient_edge(results.pop())  # nobody reads the result
     wanted = {place: leaf for place, leaf in enumerate(leaves) if leaf.requires_grad}
     with without_autocast():  # as backwards run, also of an fp32 region
-        parts = torch.autograd.grad([end], [*wanted.values()], [window(gradient)], allow_unused=True)
+        parts: Sequence[Tensor | None] = torch.autograd.grad(
+            [end], [*wanted.values()], [window(gradient)], allow_unused=True
+        )
     for place, part in zip(wanted, parts, strict=True):
         if part is None:
             continue
@@ -177,10 +179,11 @@ class _Tiled(torch.autograd.Function):
         needs = [need and call.samples is not None for need in ctx.needs_input_grad[1:]]
         with torch.set_grad_enabled(call.samples is not None):
             call.run(tensors, needs, call.samples, take)
+        if call.state is not None:
+            call.state.settle()
         if call.samples is not None:
+            call.samples.settle()
             torch.clear_autocast_cache()
-        for settled in filter(None, (call.state, call.samples)):
-            settled.settle()
         return output
 
     @staticmethod
