@@ -7,8 +7,7 @@ closure (``memory/leaks/search.py``).
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -21,7 +20,6 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_choice, check_number, check_positive_int
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique
-from lightning_vram.core.patching import MethodPatch
 from lightning_vram.memory.device.accelerators import free_memory_of
 from lightning_vram.memory.host import available_host_bytes
 from lightning_vram.memory.leaks.search import Leak, LeakSearch, LiveBytes, Program
@@ -31,25 +29,18 @@ from lightning_vram.private_names.torch import ends_of_graph, tensors_in
 from lightning_vram.techniques.early_release import gradient_bytes
 
 
-def names_by_id(trainer: pl.Trainer) -> dict[int, str]:
-    """Name objects by ``id``: ``self`` is the module, ``self.net`` a submodule, a callback is named by its class."""
-    names = {id(trainer): "trainer"}
-    for index, optimizer in enumerate(trainer.optimizers):
-        names[id(optimizer)] = f"trainer.optimizers[{index}]"
-    for thing in (*trainer.callbacks, *trainer.loggers, trainer.datamodule):  # type: ignore[attr-defined]
-        if thing is not None:
-            names[id(thing)] = type(thing).__name__
-    for name, module in trainer.lightning_module.named_modules():
-        names[id(module)] = f"self.{name}" if name else "self"
-    return names
+def _named_objects(trainer: pl.Trainer) -> dict[str, object]:
+    """Return what references are followed from: the module is ``self``, a callback is named by its class."""
+    others = (*trainer.callbacks, *trainer.loggers, trainer.datamodule)  # type: ignore[attr-defined]
+    by_class = {type(one).__name__: one for one in others if one is not None}
+    return {"self": trainer.lightning_module} | by_class | {"trainer": trainer}
 
 
-def lasting_tensors(trainer: pl.Trainer) -> Iterator[Tensor]:
+def _lasting_tensors(trainer: pl.Trainer) -> Iterator[Tensor]:
     """Yield tensors that may be new after any step, and last: parameters, gradients, buffers, optimizer state."""
-    for parameter in trainer.lightning_module.parameters():
-        yield parameter
-        if parameter.grad is not None:
-            yield parameter.grad
+    parameters = list(trainer.lightning_module.parameters())
+    yield from parameters
+    yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
     yield from trainer.lightning_module.buffers()
     for optimizer in trainer.optimizers:
         yield from tensors_in(list(optimizer.state.values()))
@@ -57,8 +48,8 @@ def lasting_tensors(trainer: pl.Trainer) -> Iterator[Tensor]:
 
 _LEAST_PATIENCE = 5  # fewer steps grow by chance
 _BATCHES_IF_UNKNOWN = 10_000  # to the end of an epoch whose length no loader tells
-_STEPS = {"train": "training", "validate": "validation", "test": "test", "predict": "prediction"}
-_EVALUATIONS = {"validation_step": "validate", "test_step": "test", "predict_step": "predict"}
+_STEPS = {"train": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
+_LENGTHS = {"validate": "num_val_batches", "test": "num_test_batches", "predict": "num_predict_batches"}
 
 
 class MemoryLeakError(RuntimeError):
@@ -103,7 +94,7 @@ class LeakDetector(FitTechnique):
 
     takes_no_memory = True  # an estimate leaves it out
     uses_gradients = False  # in its hooks, so that optimizers may step before: see FSDPOffloadStrategy
-    _stages: ClassVar[tuple[str, ...]] = ("fit", *_EVALUATIONS.values())
+    _stages: ClassVar[tuple[str, ...]] = ("fit", *_LENGTHS)
 
     def __init__(
         self,
@@ -119,39 +110,31 @@ class LeakDetector(FitTechnique):
         check_positive_int("LeakDetector(min_bytes_per_step)", self.min_bytes_per_step)
         self.leaks: list[tuple[str, Leak]] = []
         self._searches: dict[str, LeakSearch] = {}
-        self._undoes: list[Callable[[], None]] = []
+        self._around: list[AroundStep] = []
         self._to_raise: str | None = None
         self._last_step = 0
-        self._num_batches = 0
         self._stepped: list[Optimizer] | None = None  # before the second batch; ``None`` if gradients are not looked at
         self._has_graph: set[str] = set()  # evaluations whose outputs have one
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
         self.leaks = []
-        self._last_step = self._num_batches = 0
+        self._last_step = 0
         strategy = trainer.strategy
         offload = getattr(getattr(strategy, "arguments", None), "offload", "none")  # of fsdp_offload
         self._stepped = [] if offload == "none" and not strategy.handles_gradient_accumulation else None
-        counter = LiveBytes(trainer.strategy.root_device)
+        counter = LiveBytes(strategy.root_device)
         program = Program(
             count=counter.read,
-            module=trainer.lightning_module,
-            held=partial(lasting_tensors, trainer),
-            names=partial(names_by_id, trainer),
+            held=partial(_lasting_tensors, trainer),
+            names=partial(_named_objects, trainer),
             follows_operators=not is_compiled(trainer.lightning_module),
             room=partial(_available_bytes, trainer),
         )
         reported: set[str] = set()
-        self._searches = {
-            stage: LeakSearch(program, self.patience, self.min_bytes_per_step, reported) for stage in _STEPS
-        }
-        loop = trainer.fit_loop.epoch_loop
-        for optimization in (loop.automatic_optimization, loop.manual_optimization):  # the backward is in both
-            self._undoes.append(MethodPatch(optimization, "run", partial(partial, self._run)).remove)
-        for step, stage in _EVALUATIONS.items():
-            around = partial(self._around_step, stage)
-            self._undoes.append(AroundStep(trainer.strategy, step, Depth.OBSERVATION, around).remove)
+        for stage, step in _STEPS.items():
+            search = self._searches[stage] = LeakSearch(program, self.patience, self.min_bytes_per_step, reported)
+            self._around.append(AroundStep(strategy, step, Depth.OBSERVATION, search.around_step))
         devices = " and ".join(counter.read())
         rank_zero_info(
             f"LeakDetector reads the allocated memory of {devices} after each step."
@@ -161,8 +144,8 @@ class LeakDetector(FitTechnique):
 
     @override
     def _undo(self) -> None:
-        for undo in self._undoes:
-            undo()
+        for around in self._around:
+            around.remove()
         vars(self).update(self._between_runs())
 
     @override
@@ -191,7 +174,8 @@ class LeakDetector(FitTechnique):
             self._last_step = trainer.global_step
             num_left = _batches_left(trainer.num_training_batches, batch_idx)
             self._note("train", self._searches["train"].end_step(num_left), trainer)
-        self._raise_together(trainer)
+        if trainer.world_size == 1 or batch_idx % self.patience == 0:
+            self._raise_together(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -199,7 +183,7 @@ class LeakDetector(FitTechnique):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._raise_together(trainer, is_end=True)
+        self._raise_together(trainer)
 
     @override
     def on_validation_batch_end(
@@ -216,18 +200,12 @@ class LeakDetector(FitTechnique):
             return
         if stage not in self._has_graph and any(map(ends_of_graph, tensors_in(outputs))):
             self._has_graph.add(stage)
-            step = next(step for step, evaluation in _EVALUATIONS.items() if evaluation == stage)
             rank_zero_warn(
-                f"LeakDetector: {type(pl_module).__name__}.{step} returns a tensor with its autograd graph, which "
-                "holds activations. Return tensor.detach(), or remove torch.enable_grad()."
+                f"LeakDetector: {type(pl_module).__name__}.{_STEPS[stage]} returns a tensor with its autograd graph, "
+                "which holds activations. Return tensor.detach(), or remove torch.enable_grad()."
             )
-        numbers = {
-            "validate": trainer.num_val_batches,
-            "test": trainer.num_test_batches,
-            "predict": trainer.num_predict_batches,
-        }
-        leak = self._searches[stage].end_step(_batches_left(numbers[stage][dataloader_idx], batch_idx))
-        self._note(stage, leak, trainer)
+        num_left = _batches_left(getattr(trainer, _LENGTHS[stage])[dataloader_idx], batch_idx)
+        self._note(stage, self._searches[stage].end_step(num_left), trainer)
 
     on_test_batch_end = on_validation_batch_end
     on_predict_batch_end = on_validation_batch_end
@@ -239,7 +217,7 @@ class LeakDetector(FitTechnique):
             return
         self._searches[stage].end_epoch()
         if trainer.state.fn != "fit":  # there all ranks raise together in training
-            self._raise_together(trainer, is_end=True)
+            self._raise_together(trainer)
 
     on_test_end = on_validation_end
     on_predict_end = on_validation_end
@@ -248,17 +226,7 @@ class LeakDetector(FitTechnique):
         return vars(self) | self._between_runs()  # a copy is not part of any run
 
     def _between_runs(self) -> dict[str, Any]:
-        return {"_searches": {}, "_undoes": [], "_to_raise": None, "_stepped": None, "_has_graph": set()}
-
-    def _run(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replace ``run`` of Lightning's optimization of a batch."""
-        with self._searches["train"].around_step():
-            return run(*args, **kwargs)
-
-    @contextmanager
-    def _around_step(self, stage: str, *_: Any, **__: Any) -> Iterator[None]:
-        with self._searches[stage].around_step():
-            yield
+        return {"_searches": {}, "_around": [], "_to_raise": None, "_stepped": None, "_has_graph": set()}
 
     def _evaluation(self, trainer: pl.Trainer) -> str | None:
         """Return the stage of an evaluation; ``None`` for a sanity check, and if nothing is searched."""
@@ -269,23 +237,21 @@ class LeakDetector(FitTechnique):
         if leak is None:
             return
         self.leaks.append((stage, leak))
+        step = _STEPS[stage].removesuffix("_step")
         rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
         when = f", at step {trainer.global_step}" if trainer.state.fn == "fit" else ""
-        message = f"LeakDetector: memory grows with the {_STEPS[stage]} steps{rank}{when}. {leak}"
+        message = f"LeakDetector: memory grows with the {step} steps{rank}{when}. {leak}"
         if self.on_leak == "warn":
             warnings.warn(message, stacklevel=2)
         else:
             self._to_raise = message
 
-    def _raise_together(self, trainer: pl.Trainer, *, is_end: bool = False) -> None:
+    def _raise_together(self, trainer: pl.Trainer) -> None:
         """Raise on all ranks at the same batch, or at the end: other ranks would wait for one that has raised."""
         if self.on_leak != "raise":
             return
-        self._num_batches += not is_end
         is_any = self._to_raise is not None
         if trainer.world_size > 1:
-            if self._num_batches % self.patience and not is_end:
-                return
             is_any = trainer.strategy.reduce_boolean_decision(is_any, all=False)
         if is_any:
             raise MemoryLeakError(self._to_raise or "LeakDetector: memory grows with the steps on another rank.")

@@ -20,8 +20,9 @@ class TokenTiling(FitTechnique):
 
     TiledMLP of ALST (Bekman et al. 2025, https://arxiv.org/abs/2506.13996). Only a module's input and output are whole;
     the backward recomputes each tile. The first call of a module checks on 64 tokens that no token depends on another.
-    Modules that mix tokens (attention, convolutions, batch norms, positions), draw one mask for all tokens, write to
-    inputs or buffers, store something of a call, or use weights of other modules are not tiled.
+    Modules that mix tokens (attention, convolutions, batch norms, positions), get or return several tensors, draw one
+    mask for all tokens, write to inputs or buffers, store something of a call, or use weights of other modules are not
+    tiled.
     Lossless: kernels may round differently for fewer rows, and weight gradients are accumulated in float32 in another
     order. Dropout draws other masks than the baseline.
 
@@ -63,8 +64,9 @@ class TokenTiling(FitTechnique):
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
+        model = trainer.lightning_module
         try:
-            self._handle = apply_token_tiling(trainer.lightning_module, self.layers, self.tile, refuse=_refuse)
+            self._handle = apply_token_tiling(model, self.layers, self.tile, error=MisconfigurationException)
         except ValueError as error:
             raise MisconfigurationException(f"TokenTiling: {error}") from None
 
@@ -96,9 +98,3 @@ class TokenTiling(FitTechnique):
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_handle": None, "_has_reported": False}  # a copy is not part of any run
-
-
-def _refuse(layer: str, reason: str) -> None:
-    raise MisconfigurationException(
-        f"TokenTiling(layers): {layer} cannot be tiled: it {reason}. Leave it out, or use layers='auto'."
-    )

@@ -2,38 +2,24 @@
 
 import gc
 import sys
-import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_vram.memory.storages import ByStorage, iterate_storages
 from lightning_vram.memory.tracking.operator_listener import StorageSubscriber
-from lightning_vram.memory.tracking.tracker import Ledger, follow_modules
 from lightning_vram.private_names.torch import ends_of_graph, num_nodes, number_of, storage_key
 
 _LIBRARIES = sys.stdlib_module_names | {
     *("torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_vram")
 }
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where a storage was made."""
-
-    module: str = ""  # name of the innermost module whose forward ran; empty for the root and outside of any
-    line: str = ""  # innermost line of the user's, ``"model.py:42 in training_step"``; empty in the backward
-
-    def __str__(self) -> str:
-        """``net.0, model.py:42 in training_step``."""
-        return ", ".join(filter(None, [self.module, self.line])) or "place unknown"
 
 
 def storages_of(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
@@ -46,89 +32,68 @@ def storages_of(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
         yield from found
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and those that called it, those of libraries left out."""
+def _frames_of_user() -> list[FrameType]:
+    """Return the running frames, the innermost first, without those of libraries."""
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
-            yield frame
+            found.append(frame)
         frame = frame.f_back
+    return found
 
 
 class StepWatch(StorageSubscriber):
-    """Storages made from before one step to before the next: :meth:`finish` ends it. Followed steps run uncompiled."""
+    """Storages made from before one step to before the next, with the line that made them: :meth:`finish` ends it.
+
+    The line is the innermost one of the user's; empty in the backward. While it is entered, nothing runs compiled.
+    """
 
     takes_apart = True
-    known: ByStorage[Site]
+    known: ByStorage[str]
 
-    def __init__(self, module: nn.Module, *, follows_operators: bool) -> None:
+    def __init__(self) -> None:
         super().__init__(ByStorage())
         self.nodes = range(0)  # of the graph of the step, by number
         self.is_finished = False
-        self._module = module
-        self._follows_operators = follows_operators
         self._old_keys = {storage_key(storage) for storage in storages_of(live_tensors())}
         self._first_node = num_nodes()
-        self._place = Ledger()  # of which only the name of the module is used
-        self._outer: set[FrameType] = set()  # frames that were there before the step, and made nothing of it
-
-    @contextmanager
-    def around_step(self) -> Iterator[None]:
-        """Follow the operators of the step inside the block, if they may be."""
-        if not self._follows_operators or self.is_finished:
-            yield
-            return
-        self._outer.update(_frames(sys._getframe(1)))
-        with ExitStack() as stack:
-            stack.callback(self._outer.clear)
-            stack.callback(self._place.close)
-            follow_modules(stack, self._place, self._module, lambda: None)
-            stack.enter_context(self)
-            yield
+        self._num_outer = len(_frames_of_user())  # that were there before the step, and made nothing of it
 
     @override
     def on_storage(self, func: Any, storage: torch.UntypedStorage, device: torch.device) -> None:
         if storage.device.type != "meta":
-            self.known.note_storage(storage, Site(self._place.module, self._line_of_user()))
-
-    def _line_of_user(self) -> str:
-        """Return the innermost line of the user's code that runs now; empty if it is none inside of the step."""
-        for frame in _frames(sys._getframe(1)):
-            if frame in self._outer:
-                return ""
-            if not frame.f_code.co_filename.startswith("<"):
-                return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        return ""
+            frames = _frames_of_user()
+            inner = frames[: max(0, len(frames) - self._num_outer)]
+            codes = ((frame, frame.f_code) for frame in inner if not frame.f_code.co_filename.startswith("<"))
+            lines = (f"{code.co_filename}:{frame.f_lineno} in {code.co_name}" for frame, code in codes)
+            self.known.note_storage(storage, next(lines, ""))
 
     def finish(self, held: Callable[[], Iterable[Tensor]]) -> None:
         """End with the step; ``held`` returns what may be new and stay: parameters, gradients, optimizer states."""
+        if self.is_finished:
+            return
         self.nodes = range(self._first_node, num_nodes())
         for storage in storages_of(live_tensors()):
             if storage_key(storage) not in self._old_keys and self.known.find_storage(storage) is None:
-                self.known.note_storage(storage, Site())
+                self.known.note_storage(storage, "")
         for storage in storages_of(held()):
             self.known.drop_storage(storage)
         self._old_keys.clear()
         self.is_finished = True
 
-    def alive(self) -> dict[int, tuple[int, Site]]:
-        """Return bytes and site of the storages that are alive, by their key."""
-        return {storage_key(storage): (int(storage.nbytes()), site) for storage, site in self.known.items()}
+    def alive(self) -> dict[int, tuple[int, str]]:
+        """Return bytes and line of the storages that are alive, by their key."""
+        return {storage_key(storage): (int(storage.nbytes()), line) for storage, line in self.known.items()}
+
+    def left_bytes(self) -> int:
+        """Return the bytes that are alive."""
+        return sum(size for size, _ in self.alive().values())
 
 
 def live_tensors() -> list[Tensor]:
     """Return the tensors that Python can see."""
-    kinds = {Tensor}
-    waiting = [Tensor]
-    while waiting:
-        new = set(waiting.pop().__subclasses__()) - kinds
-        kinds |= new
-        waiting += new
-    return [thing for thing in gc.get_objects() if type(thing) in kinds]
-
-
-_MAX_DEPTH = 14
-_MAX_WIDTH = 20_000  # objects per level: beyond, chance paths through large tables
-_MODULE_TABLES = ("_modules", "_parameters", "_buffers")  # in which nn.Module keeps attributes
+    return [thing for thing in gc.get_objects() if is_a(thing, Tensor)]
 
 
 def is_a(thing: object, kinds: Any) -> Any:
@@ -136,220 +101,58 @@ def is_a(thing: object, kinds: Any) -> Any:
     return issubclass(type(thing), kinds)
 
 
-@dataclass(slots=True)
-class Link:
-    """An object on the way, and what it refers to."""
-
-    thing: Any
-    below: "Link | None"
-    covers: frozenset[int]  # targets that it leads to, by id: also those that share a container with the last link
-
-
-def find_chains(targets: Iterable[object], names: Mapping[int, str], ignored: Iterable[object] = ()) -> list[Link]:
-    """Find the shortest chain of references to each target from a global, a class or one of ``names`` (by ``id``).
-
-    Returns the first links. A running function's variable begins a chain only if nothing better does.
-    """
-    level = [Link(target, None, frozenset({id(target)})) for target in targets]
-    seen = {id(link.thing) for link in level} | {id(thing) for thing in ignored}
-    found: list[Link] = []
-    frames: list[Link] = []
-    done: set[int] = set()
-    for _ in range(_MAX_DEPTH):
-        if not level or len(level) > _MAX_WIDTH:
-            break
-        level, named, running = _climb(level, seen, names)
-        for link in named:
-            if not link.covers <= done:
-                found.append(link)
-            done |= link.covers
-        frames += running
-        level = [link for link in level if not link.covers <= done]
-    return found + [link for link in frames if not link.covers <= done]
-
-
-def _climb(level: list[Link], seen: set[int], names: Mapping[int, str]) -> tuple[list[Link], list[Link], list[Link]]:
-    """Return who refers to a level: those without a name, those with one, and frames."""
-    below = {id(link.thing): link for link in level}
-    things = [link.thing for link in level]
-    above: list[Link] = []
-    named: list[Link] = []
-    running: list[Link] = []
-    ours = {id(below), id(things), id(level), id(above), id(named), id(running)}
-    for thing in gc.get_referrers(*things):
-        if id(thing) in ours or id(thing) in seen or is_a(thing, Link):
-            continue
-        children = [below[id(part)] for part in gc.get_referents(thing) if id(part) in below]
-        if not children or _is_of_this_package(thing):
-            continue
-        seen.add(id(thing))
-        link = Link(thing, children[0], frozenset().union(*(child.covers for child in children)))
-        if is_a(thing, types.FrameType):
-            running.append(link)
-        elif id(thing) in names or _own_name(thing) is not None:
-            named.append(link)
-        else:
-            above.append(link)
-    return above, named, running
-
-
-def _is_of_this_package(thing: Any) -> bool:
-    if is_a(thing, types.FrameType | types.GeneratorType):
-        frame = thing if is_a(thing, types.FrameType) else thing.gi_frame
-        return frame is not None and str(frame.f_globals.get("__name__")).startswith("lightning_vram.memory.leaks")
-    return False
-
-
-def _own_name(thing: Any) -> str | None:
-    if type(thing) is dict and "__builtins__" in thing and "__name__" in thing:  # globals
-        return str(thing["__name__"])
-    if is_a(thing, types.ModuleType):
-        return str(thing.__name__)
-    return str(thing.__qualname__) if is_a(thing, type) else None
-
-
-def describe_chain(chain: Link, names: Mapping[int, str], until: object = None) -> str:
-    """Write a chain as one would in code, up to ``until``: ``self.net.cache['x']``."""
-    thing = chain.thing
-    text = names.get(id(thing)) or _own_name(thing) or type(thing).__name__
-    if is_a(thing, types.FrameType) and not names.get(id(thing)):
-        text = f"{thing.f_code.co_name}() ({thing.f_code.co_filename}:{thing.f_lineno})"
-    link: Link | None = chain
-    while link is not None and link.below is not None and link.thing is not until:
-        text, link = _step(text, link)
-    return text
-
-
-def _step(text: str, link: Link) -> tuple[str, Link | None]:
-    """Return the text with the next reference, and the link that it leads to."""
-    thing, below = link.thing, link.below
-    assert below is not None
-    child = below.thing
-    if is_a(thing, types.FrameType):
-        return f"{_key_of(thing.f_locals, child)}, a variable of {text}", below
-    if is_a(thing, dict) and _own_name(thing) is not None:
-        return f"{text}.{_key_of(thing, child)}", below
-    if is_a(thing, types.FunctionType):
-        return _step_of_function(text, thing, below)
-    if is_a(thing, Mapping):
-        key = _key_of(thing, child)
-        for table in _MODULE_TABLES:
-            if text.endswith(f".{table}"):
-                return f"{text.removesuffix(table)}{key}", below
-        return f"{text}[{key!r}]", below
-    return _step_of_object(text, thing, below)
-
-
-def _step_of_object(text: str, thing: Any, below: Link) -> tuple[str, Link | None]:
-    child = below.thing
-    if is_a(thing, types.CellType):
-        return text, below
-    if is_a(thing, list | tuple):
-        return f"{text}[{next(index for index, item in enumerate(thing) if item is child)}]", below
-    attributes = getattr(thing, "__dict__", {})
-    if is_a(child, dict) and below.below is not None and (child is attributes or is_a(thing, type)):
-        return f"{text}.{_key_of(attributes, below.below.thing)}", below.below
-    name = _key_of(attributes, child)
-    if name is not None:
-        return f"{text}.{name}", below
-    return f"{text}[...]" if hasattr(type(thing), "__len__") else f"{text}.<{type(thing).__name__}>", below
-
-
-def _step_of_function(text: str, function: types.FunctionType, below: Link) -> tuple[str, Link | None]:
-    """Name the variable of a closure, which is behind a tuple of cells."""
-    code = function.__code__
-    owner = f"{function.__qualname__}() ({code.co_filename}:{code.co_firstlineno})"
-    place = f" at {text}" if text else ""
-    cell = below.below if below.thing is function.__closure__ else None
-    cells = function.__closure__ or ()
-    if cell is not None and any(cell.thing is other for other in cells):
-        name = next(name for name, other in zip(code.co_freevars, cells, strict=True) if other is cell.thing)
-        return f"{name}, in the closure of {owner}{place}", cell
-    return f"{owner}{place}", below
-
-
-def is_table_of_attributes(thing: object, owners: Iterable[object]) -> bool:
-    """Whether a dict holds attributes or globals, for one of ``owners`` that refer to it."""
-    if not is_a(thing, dict):
-        return False
-    for owner in owners:
-        attributes = getattr(owner, "__dict__", {})
-        tables = (attributes, *(attributes.get(table) for table in _MODULE_TABLES))
-        if is_a(owner, type) or any(table is thing for table in tables):
-            return True
-    return _own_name(thing) is not None
-
-
-def _key_of(mapping: Mapping[Any, Any], child: object) -> Any:
-    return next((key for key, value in list(mapping.items()) if value is child), None)
-
-
 _MAX_TARGETS = 16
 _LEAST_PART = 100  # of the largest: sums that Lightning logs are new in each epoch, too
 _MAX_NODES = 200_000
+_MAX_OBJECTS = 1_000_000  # that a search looks at
 _METRIC = "torchmetrics.metric", "Metric"
+_MODULE_TABLES = ("_modules", "_parameters", "_buffers")  # in which nn.Module keeps attributes
 
 
 @dataclass(frozen=True)
 class Holder:
     """What keeps storages alive."""
 
-    path: str  # as one would write it in code: ``self.losses``
-    container: str  # class of the container whose items they are; empty if it is one tensor
-    num_items: int  # of the container
-    num_graphs: int  # how many of the items have the graph that made them
+    path: str  # as one would write it in code: ``self.losses``; empty if no Python object was found
+    text: str  # one sentence, and what to do
     has_graph: bool  # whether the graph of the step is kept, which seldom is meant
-    is_metric: bool  # whether it is the state of a metric, which goes with the metric's ``reset``
     is_bounded: bool  # whether it is in a deque with a length, which is no leak however long it fills
 
     def __str__(self) -> str:
-        """One sentence, and what to do."""
-        if self.is_metric:
-            what = f"list state of a metric, {self.num_items} items" if self.container else "state of a metric"
-            if self.has_graph:
-                return f"{self.path}: {what}, with autograd graph. Call metric.update(preds.detach(), ...) instead."
-            return f"{self.path}: {what}. reset() was not called. MetricOffload() moves such lists to the host."
-        if not self.has_graph:
-            what = f"a {self.container} of {self.num_items} items" if self.container else "a tensor for each step"
-            return f"{self.path}: {what}. Clear it, limit its length, or move its tensors to the host."
-        if not self.container:
-            return f"{self.path}: a tensor whose autograd graph spans all steps. Add value.detach() to it instead."
-        graphs = f"{self.num_graphs} with their autograd graph" if self.num_graphs else "with autograd graph"
-        return f"{self.path}: a {self.container} of {self.num_items} items, {graphs}. Store value.detach() instead."
+        """``self.losses: a list of 23 items. Clear it.``."""
+        return f"{self.path}: {self.text}" if self.path else self.text
 
 
-def find_holders(watch: StepWatch, names: Mapping[int, str]) -> list[Holder]:
-    """Name what keeps the storages that are left of a step, unless only C++ sees it. Takes some tenths of a second."""
+NOBODY = Holder("", "no Python object", has_graph=False, is_bounded=False)
+
+
+def find_holders(watch: StepWatch, names: Mapping[str, object]) -> list[Holder]:
+    """Name what keeps the storages that are left of a step, unless only C++ sees it. Takes about a second.
+
+    References are followed from the objects of ``names``, by what they are called, and then from all globals.
+    """
     gc.collect()  # what only a cycle keeps is kept by nobody
-    targets, with_graph = _targets(watch)
+    targets = _targets(watch)
     found: dict[str, Holder] = {}
-    for chain in find_chains(targets, names, ignored=[targets]):
-        holder = _describe(chain, names, has_graph=not chain.covers.isdisjoint(with_graph))
-        found.setdefault(holder.path, holder)
+    for link in _ways(set(targets), names):
+        holder = _describe(link, has_graph=targets[id(link.thing)])
+        if holder.path not in found or holder.has_graph:
+            found[holder.path] = holder
     return list(found.values())
 
 
-def keeps_graph(watch: StepWatch) -> bool:
-    """Whether a tensor that Python can see has nodes of the graph of the step: also where their tensors are gone."""
-    return any(_reaches(tensor, watch.nodes) for tensor in live_tensors())
-
-
-def _targets(watch: StepWatch) -> tuple[list[Tensor], set[int]]:
-    """Return the tensors that keep most, and the ``id`` of those that keep the graph of the step."""
+def _targets(watch: StepWatch) -> dict[int, bool]:
+    """Return the tensors that keep most, by their ``id``, and whether they keep the graph of the step."""
     alive = watch.alive()
-    sizes: dict[int, int] = {}
-    with_graph: set[int] = set()
-    tensors = live_tensors()
-    for tensor in tensors:
+    kept: list[tuple[bool, int, int]] = []
+    for tensor in live_tensors():
         size = sum(alive.get(storage_key(storage), (0,))[0] for storage in storages_of([tensor]))
-        if _reaches(tensor, watch.nodes):
-            with_graph.add(id(tensor))
-        if size or id(tensor) in with_graph:
-            sizes[id(tensor)] = size
-    least = max(sizes.values(), default=0) // _LEAST_PART
-    found = [tensor for tensor in tensors if sizes.get(id(tensor), -1) >= least or id(tensor) in with_graph]
-    found.sort(key=lambda tensor: (id(tensor) not in with_graph, -sizes[id(tensor)]))
-    return found[:_MAX_TARGETS], with_graph
+        has_graph = _reaches(tensor, watch.nodes)
+        if size or has_graph:
+            kept.append((has_graph, size, id(tensor)))
+    least = max((size for _, size, _ in kept), default=0) // _LEAST_PART
+    kept = sorted((one for one in kept if one[0] or one[1] >= least), reverse=True)[:_MAX_TARGETS]
+    return {key: has_graph for has_graph, _, key in kept}
 
 
 def _reaches(tensor: Tensor, nodes: range) -> bool:
@@ -369,38 +172,89 @@ def _reaches(tensor: Tensor, nodes: range) -> bool:
     return False
 
 
-def _describe(chain: Link, names: Mapping[int, str], *, has_graph: bool) -> Holder:
-    things, link = [chain.thing], chain.below
-    while link is not None:
-        things.append(link.thing)
-        link = link.below
-    containers = (one for one in _inner(things[:-1]) if is_a(one, dict | list | tuple | set | deque) and len(one) > 1)
-    container = max(containers, key=len, default=None)
-    items: list[Any] = list(container.values() if isinstance(container, Mapping) else container or ())
-    graphs = [item for item in items if any(ends_of_graph(tensor) for tensor in _tensors(item))]
-    kinds = (kind for thing in things for kind in type(thing).__mro__)
+@dataclass(slots=True)
+class _Link:
+    path: str
+    thing: Any
+    above: "_Link | None"  # refers to it
+
+
+def _ways(targets: set[int], names: Mapping[str, object]) -> Iterator[_Link]:
+    """Yield the shortest way to each target, by its ``id``."""
+    seen: set[int] = set()
+    for roots in (names, dict(sys.modules)):
+        queue = deque(_Link(path, thing, None) for path, thing in roots.items() if id(thing) not in seen)
+        seen |= {id(link.thing) for link in queue}
+        while queue and targets and len(seen) < _MAX_OBJECTS:
+            link = queue.popleft()
+            if id(link.thing) in targets:
+                targets.discard(id(link.thing))
+                yield link
+            for path, part in _parts(link.path, link.thing):
+                if id(part) not in seen and gc.is_tracked(part) and not is_a(part, ModuleType):
+                    seen.add(id(part))
+                    queue.append(_Link(path, part, link))
+
+
+def _parts(path: str, thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what an object refers to, as one would write it in code; what has no name there is called as the object."""
+    if is_a(thing, dict):
+        for key, value in list(dict.items(thing)):
+            yield f"{path}[{key!r}]" if type(key) in (str, int) else f"{path}[...]", value
+    elif is_a(thing, list | tuple | deque):
+        yield from ((f"{path}[{index}]", value) for index, value in enumerate(tuple(thing)))
+    elif is_a(thing, type):
+        yield from ((path, base) for base in thing.__mro__)
+    elif is_a(thing, FunctionType):  # whose globals have names of their own
+        code, cells = thing.__code__, thing.__closure__ or ()
+        place = f"in the closure of {thing.__qualname__}() ({code.co_filename}:{code.co_firstlineno}) at {path}"
+        yield from ((f"{name}, {place}", cell) for name, cell in zip(code.co_freevars, cells, strict=True))
+        yield f"{path}.__defaults__", thing.__defaults__
+    with suppress(AttributeError):
+        for name, part in _attributes(object.__getattribute__(thing, "__dict__")):  # as proxies do not have it
+            yield f"{path}.{name}", part
+    if not is_a(thing, FunctionType):
+        yield from ((path, part) for part in gc.get_referents(thing))
+
+
+def _attributes(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in list(attributes.items()):
+        yield from list(value.items()) if name in _MODULE_TABLES and is_a(value, dict) else [(name, value)]
+
+
+def _describe(link: _Link, *, has_graph: bool) -> Holder:
+    links = [link]
+    while links[-1].above is not None:
+        links.append(links[-1].above)
+    things = [one.thing for one in links]
+    containers = [one for one in links[1:] if is_a(one.thing, dict | list | tuple | set | deque) and len(one.thing) > 1]
+    container = max(containers, key=lambda one: len(one.thing), default=None)
+    kinds = {(kind.__module__, kind.__name__) for thing in things for kind in type(thing).__mro__}
     return Holder(
-        path=describe_chain(chain, names, until=container),
-        container="" if container is None else type(container).__name__,
-        num_items=len(items),
-        num_graphs=len(graphs),
+        path=(container or link).path,
+        text=_say(None if container is None else container.thing, is_metric=_METRIC in kinds, has_graph=has_graph),
         has_graph=has_graph,
-        is_metric=any((kind.__module__, kind.__name__) == _METRIC for kind in kinds),
         is_bounded=any(is_a(thing, deque) and thing.maxlen is not None for thing in things),
     )
 
 
-def _inner(things: list[Any]) -> Iterator[Any]:
-    """Yield what lies between the name and the tensor, but for tables of attributes and cells of closures."""
-    for place, thing in enumerate(things):
-        owners = things[max(0, place - 2) : place]
-        is_of_function = is_a(thing, tuple) and any(map(callable, owners[-1:]))
-        if not is_of_function and not is_table_of_attributes(thing, owners):
-            yield thing
+def _say(container: Any, *, is_metric: bool, has_graph: bool) -> str:
+    items = list(container.values() if is_a(container, dict) else container or ())
+    size = f"{len(items)} items" if items else ""
+    if is_metric:
+        what = f"list state of a metric, {size}" if items else "state of a metric"
+        if has_graph:
+            return f"{what}, with autograd graph. Call metric.update(preds.detach(), ...) instead."
+        return f"{what}. reset() was not called. MetricOffload() moves such lists to the host."
+    if not has_graph:
+        what = f"a {type(container).__name__} of {size}" if items else "a tensor for each step"
+        return f"{what}. Clear it, limit its length, or move its tensors to the host."
+    if not items:
+        return "a tensor whose autograd graph spans all steps. Add value.detach() to it instead."
+    num_graphs = sum(any(ends_of_graph(one) for one in _tensors(item)) for item in items)
+    graphs = f"{num_graphs} with their autograd graph" if num_graphs else "with autograd graph"
+    return f"a {type(container).__name__} of {size}, {graphs}. Store value.detach() instead."
 
 
-def _tensors(item: Any) -> Iterator[Tensor]:
-    if is_a(item, Tensor):
-        yield item
-    else:
-        yield from (part for part in gc.get_referents(item) if is_a(part, Tensor))
+def _tensors(item: Any) -> list[Tensor]:
+    return [part for part in (item, *gc.get_referents(item)) if is_a(part, Tensor)]

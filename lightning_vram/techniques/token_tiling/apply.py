@@ -2,31 +2,55 @@
 
 The intermediates of an MLP are several times its input. In tiles only its input and result are whole: each tile runs in
 the forward without gradients, and again in the backward (TiledMLP of ALST, https://arxiv.org/abs/2506.13996).
+
+That a module treats tokens alone is proven by running it on some tokens of its first input.
+
+* On some of them in another order: the output must be the same for each token, exactly or up to rounding, and so must
+  the gradient of the input. This finds positions, and whatever depends on the number of tokens.
+* With one token that is NaN: only the output of this token may be NaN. This finds whatever mixes tokens, however
+  little: behind weights that are still zero, or a scale of 1e-6.
+* Random numbers must be drawn for each token: one mask for all would become one per tile. Runs draw ones.
+* Buffers, parameters, attributes with their contents, and inputs must stay unchanged; no graph may be stored elsewhere
+  (a loss in another module's list), and no gradients but those of inputs and parameters may be needed.
+
+Parameters that are zero are replaced by random numbers, so that a table of positions that is not trained yet is found.
+In estimates, whose tensors have no values, random numbers on the host replace them and buffers. The proof leaves no
+trace.
 """
 
+import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from typing_extensions import override
 
 from lightning_vram.core.hooks import is_in_backward, is_in_selective_checkpoint, is_transformed
 from lightning_vram.core.layers import LayerPattern, has_no_forward, name_layers, select_layers
 from lightning_vram.core.patching import Swaps
 from lightning_vram.core.recomputed_saves import SavedSamples, is_due
 from lightning_vram.core.rollback import ForwardFacts, ForwardState
+from lightning_vram.core.tensors.properties import REAL_TYPES
+from lightning_vram.memory.storages import version_of
+from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
+from lightning_vram.private_names.dispatcher import TO_COPY, without_modes
 from lightning_vram.private_names.torch import (
+    PARAMETERS,
     SEE_INPUT,
     BatchNormBase,
     InstanceNormBase,
     has_hooks,
     read_parametrizations,
+    tree_leaves,
 )
-from lightning_vram.techniques.token_tiling.proof import have_values, prove
-from lightning_vram.techniques.token_tiling.tiled_call import Body, CutCall, TiledCall, cut_call, is_inside
+from lightning_vram.techniques.token_tiling.tiled_call import Body, TiledCall, find_hidden, is_inside, tile_length
 
 _KEY = "_token_tiling"
 _MIXING = (BatchNormBase, InstanceNormBase, nn.MultiheadAttention, nn.RNNBase)
@@ -36,15 +60,12 @@ _MAX_VERDICTS = 32
 """A proof takes several runs: for further settings, such as a counter, a module runs plain."""
 _in_estimates: dict[Any, tuple[bool, str]] = {}
 
-Refuse = Callable[[str, str], None]
-"""Gets the name of a layer that was named and cannot run in tiles, and why; raises."""
-
 
 @dataclass
 class _State:
     name: str
     tile: int | Literal["auto"]
-    refuse: Refuse | None
+    error: type[Exception] | None
     verdicts: dict[Any, tuple[bool, str]] = field(default_factory=dict)  # by the kind of a call, and settings
     learned: ForwardFacts = field(default_factory=ForwardFacts)
     num_calls: Counter[bool] = field(default_factory=Counter)  # with gradients; in a backward, of a checkpoint, or not
@@ -65,26 +86,25 @@ class TilingHandle(Swaps):
 def apply_token_tiling(
     model: nn.Module,
     layers: LayerPattern | Sequence[LayerPattern] = "auto",
-    tile: int | Literal["auto"] = "auto",  # tokens of each sequence at a time; see ``CutCall.tile``
+    tile: int | Literal["auto"] = "auto",  # tokens of each sequence at a time; see ``tile_length``
     *,
-    refuse: Refuse | None = None,  # called in the first call of a layer that was named and cannot run in tiles
+    error: type[Exception] | None = None,  # raised in the first call of a layer that was named and cannot run in tiles
 ) -> TilingHandle:
     """Let modules of ``model`` that treat tokens alone run in tiles.
 
     ``"auto"`` takes the outermost modules that are proven to treat tokens alone and compute in several operations.
     """
     if isinstance(layers, str) and layers == "auto":
-        first_names: dict[nn.Module, str] = {}
-        for name, module in name_layers(model).items():
-            first_names.setdefault(module, name)
-        chosen = {name: module for module, name in first_names.items() if _is_candidate(module)}
-        refuse = None
+        modules = name_layers(model)
+        names = {module: name for name, module in reversed(modules.items())}  # the first ones
+        chosen = {names[module]: module for module in modules.values() if _is_candidate(module)}
+        error = None
     else:
         chosen = {layer.name: layer.module for layer in select_layers(model, layers).layers}
     handle = TilingHandle()
     with handle.all_or_none():
         for name, module in chosen.items():
-            handle.add(module, _State(name, tile, refuse), _run)
+            handle.add(module, _State(name, tile, error), _run)
     return handle
 
 
@@ -96,52 +116,48 @@ def _is_candidate(module: nn.Module) -> bool:
 
 
 def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling() or is_inside() or is_transformed() or is_in_selective_checkpoint():
+    is_left_alone = is_inside() or is_transformed() or is_in_selective_checkpoint()
+    # In parametrize.cached() tiles would share weights.
+    if torch.compiler.is_compiling() or is_left_alone or read_parametrizations() is not None:
         return original(*args, **kwargs)
-    if read_parametrizations() is not None:  # in parametrize.cached(): tiles would share weights
+    hidden, is_alone, reason = find_hidden(args, kwargs), False, "does not get one floating-point tensor of tokens"
+    if hidden is not None:
+        tile = tile_length(hidden, state.tile)
+        if tile >= hidden.shape[-2]:
+            return original(*args, **kwargs)
+        body = Body(module, original, args, kwargs)
+        is_alone, reason = _ask(module, state, body, hidden)
+    if hidden is None or not is_alone:
+        if state.error is not None and reason:
+            way_out = "Leave it out, or use layers='auto'."
+            raise state.error(f"TokenTiling(layers): {state.name} cannot be tiled: it {reason}. {way_out}")
         return original(*args, **kwargs)
-    found = cut_call((args, kwargs))
-    if isinstance(found, str):
-        return _leave(state, found, original, args, kwargs)
-    call, tensors = found
-    tile = call.tile(state.tile)
-    if tile >= call.num_tokens:
-        return original(*args, **kwargs)
-    body = Body(module, original)
-    is_alone, reason = _ask(module, state, body, call, tensors)
-    if not is_alone:
-        return _leave(state, reason, original, args, kwargs)
-    tiled = TiledCall(body, call, tile, state.name)
+    tiled = TiledCall(body, tile, state.name)
     if torch.is_grad_enabled():
         state.num_calls[is_in_backward()] += 1
-        tiled.state = ForwardState((module,), state.learned, (one.device for one in tensors))
+        tiled.state = ForwardState((module,), state.learned, (hidden.device,))
         tiled.samples = SavedSamples(module.buffers()) if is_due(state.num_calls[is_in_backward()]) else None
-    del args, kwargs, found
-    return tiled(tensors)
+    del args, kwargs
+    return tiled(hidden)
 
 
-def _ask(module: nn.Module, state: _State, body: Body, call: CutCall, tensors: list[Tensor]) -> tuple[bool, str]:
+def _ask(module: nn.Module, state: _State, body: Body, hidden: Tensor) -> tuple[bool, str]:
     if reason := _structural_reason(module):
         state.verdicts[reason] = False, reason
         return state.verdicts[reason]
-    flags = tuple(one for one in call.values if not isinstance(one, int | float | complex) or isinstance(one, bool))
-    key = (torch.is_grad_enabled(), call.dim, call.is_cut, call.places, flags, _settings(module))
-    if key not in state.verdicts:
-        if len(state.verdicts) >= _MAX_VERDICTS:
-            return False, f"has more than {_MAX_VERDICTS} settings, such as a counter"
-        if have_values(tensors):
-            state.verdicts[key] = prove(module, body, call, tensors)
-        else:  # in an estimate: layers of one kind, in this and other estimates, are asked once
-            shapes = tuple(one.shape for one in (*body.parameters_by_name.values(), *module.buffers()))
-            if (key, shapes) not in _in_estimates:
-                _in_estimates[key, shapes] = prove(module, body, call, tensors)
-            state.verdicts[key] = _in_estimates[key, shapes]
-    return state.verdicts[key]
-
-
-def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """What may decide whether a module mixes tokens: classes, modes, flags, functions, the adapter in use."""
-    return tuple(_setting(value) for part in module.modules() for value in (part, *vars(part).values()))
+    values = (value for part in module.modules() for value in (part, *vars(part).values()))
+    # What may decide whether it mixes tokens: classes, modes, flags, functions, the adapter in use.
+    key = (torch.is_grad_enabled(), hidden.dim(), body.place, *map(_setting, body.values), *map(_setting, values))
+    known: dict[Any, tuple[bool, str]] = state.verdicts
+    if not have_values(hidden):  # in an estimate: layers of one kind, in this and other estimates, are asked once
+        key += tuple(one.shape for one in (*module.parameters(), *module.buffers()))
+        known = _in_estimates
+    if len(state.verdicts) >= _MAX_VERDICTS and key not in state.verdicts:
+        return False, f"has more than {_MAX_VERDICTS} settings, such as a counter"
+    if key not in known:
+        known[key] = prove(module, body, hidden)
+    state.verdicts[key] = known[key]
+    return known[key]
 
 
 def _setting(value: Any) -> Any:
@@ -149,12 +165,6 @@ def _setting(value: Any) -> Any:
     if kind in _SETTINGS:
         return value
     return bool(value) if kind is float else value.__code__ if kind is FunctionType else kind
-
-
-def _leave(state: _State, reason: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if state.refuse is not None and reason:
-        state.refuse(state.name, reason)
-    return original(*args, **kwargs)
 
 
 def _structural_reason(module: nn.Module) -> str:
@@ -165,3 +175,187 @@ def _structural_reason(module: nn.Module) -> str:
         if name and has_hooks(part, SEE_INPUT):
             return f"has a hook on {name} (of FSDP2, or yours), which would see tiles"
     return ""
+
+
+DRAWS = frozenset(["bernoulli_", "bernoulli", "rand", "rand_like", "randn", "randn_like", "uniform_", "normal_"])
+_NUM_TOKENS = 64  # that are looked at
+_NUM_RANDOM_TOKENS = 8  # in estimates
+_MOST_RANDOM_NUMBERS = 1 << 28  # of a tensor: 1 GiB
+_DROPOUT = torch.ops.aten.native_dropout.default
+_MAY_REACH_FAR = frozenset(["convolution", "conv1d", "conv2d", "conv3d", "roll"])
+_FEW_BITS = 1e-4  # machine epsilons above are of 16 bit
+
+
+class NotAlone(Exception):  # noqa: N818 - a reason
+    """Says why a module does not treat tokens alone."""
+
+
+def have_values(tensor: Tensor) -> bool:
+    """Whether this is no tensor of an estimate."""
+    return type(tensor) in REAL_TYPES and not tensor.is_meta
+
+
+def prove(module: nn.Module, body: Body, hidden: Tensor) -> tuple[bool, str]:
+    """Return whether ``module`` treats tokens alone, and why not, or how exactly; ``""`` if random numbers failed."""
+    try:
+        with without_modes():  # who counts operators sees none of these
+            return True, _compare(_Runs(module, body, hidden))
+    except NotAlone as why:
+        return False, str(why)
+    except Exception as error:  # code of others, on fewer tokens than it may know
+        return False, f"fails on a sample of its tokens ({type(error).__name__})" if have_values(hidden) else ""
+
+
+class _RandomNumberWatch(OperatorSubscriber):
+    """Replaces random numbers by ones, and counts them; lets no index come of what is no number."""
+
+    def __init__(self) -> None:
+        self.num_drawn: list[int] = []
+
+    @override
+    def on_operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        kwargs = kwargs or {}
+        if func is TO_COPY and not kwargs.get("dtype", torch.float32).is_floating_point:
+            args = (args[0].nan_to_num(0, 0, 0) if args[0].is_floating_point() else args[0], *args[1:])
+        name = func.overloadpacket.__name__
+        if name in _MAY_REACH_FAR:  # further than the tokens that are looked at
+            raise NotAlone(f"may mix distant tokens in {name}")
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return self.run(func, types, args, kwargs)
+        if func is _DROPOUT:
+            self.num_drawn.append(args[0].numel())
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if name not in DRAWS:
+            raise NotAlone(f"draws random numbers in {name}")
+        result = self.run(func, types, args, kwargs)
+        self.num_drawn.append(result.numel())
+        return result.fill_(1)
+
+
+class _Runs:
+    """Runs of a module on some of its tokens, each from the state it has now. They leave no trace."""
+
+    def __init__(self, module: nn.Module, body: Body, hidden: Tensor) -> None:
+        self._module, self._body = module, body
+        self._devices = {one.device for one in (hidden, *module.parameters())}
+        self.dim, num_tokens, replaced = hidden.dim() - 2, hidden.shape[-2], body.parameters_by_name
+        if have_values(hidden):
+            chosen = torch.linspace(0, num_tokens - 1, min(num_tokens, _NUM_TOKENS) // 2 * 2, device=hidden.device)
+            self.hidden = hidden.detach().index_select(self.dim, chosen.long())
+            values = [one.detach() if one.any() else _randomized([one])[0].to(one) for one in replaced.values()]
+        else:
+            replaced = {**replaced, **dict(body.named_buffers())}
+            few = hidden.narrow(self.dim, 0, min(num_tokens, _NUM_RANDOM_TOKENS) // 2 * 2)
+            self.hidden, *values = _randomized([few, *replaced.values()])
+        self._replaced = dict(zip(replaced, values, strict=True))  # parameters, and buffers in estimates
+
+    def run(self, order: Tensor, nan_at: int | None = None) -> tuple[list[Tensor], list[int]]:
+        """Return the result for the tokens at ``order`` and the input's gradient, and how much randomness was drawn.
+
+        Both begin with tokens. With a token that is NaN nothing needs a gradient.
+        """
+        state = ForwardState((self._module,), ForwardFacts(), self._devices)
+        work = partial(self._body.having, self._replaced, partial(self._run, state, order, nan_at))
+        # Of a graph, a checkpoint around it knows nothing; and a result would hold itself.
+        with saved_tensors_hooks(Tensor.detach, Tensor.detach), _RandomNumberWatch() as watch:
+            found, leaf = state.run(work)
+        if leaf() is not None:
+            gc.collect()  # it may be no more than a cycle
+        if leaf() is not None:
+            raise NotAlone("stores something of its call outside itself, such as a loss")
+        return [one.movedim(self.dim, 0) for one in found], watch.num_drawn
+
+    def _run(self, state: ForwardState, order: Tensor, nan_at: int | None) -> tuple[list[Tensor], "ref[Tensor]"]:
+        """Return result and gradient, and the input, which lives as long as the graph."""
+        leaf = self.hidden.index_select(self.dim, order)
+        if nan_at is not None:
+            leaf.select(self.dim, nan_at).fill_(torch.nan)
+        leaf.requires_grad_(torch.is_grad_enabled() and nan_at is None)
+        before = {key: [(one, _copy(one)) for one in leaves] for key, leaves in _contents(self._module).items()}
+        result = self._call(leaf)
+        found = [result.detach()]
+        if result.requires_grad:  # of gradients that differ from token to token
+            gradients: Sequence[Tensor | None] = torch.autograd.grad(result, leaf, found, allow_unused=True)
+            found += [one for one in gradients if one is not None]
+        for key, leaves in _contents(self._module).items():
+            olds = before.get(key, [])
+            if len(leaves) != len(olds) or any(map(_is_changed, leaves, olds)):
+                raise NotAlone(f"stores something of its call in {key[0]!r}")
+        if state.settle():
+            raise NotAlone("draws random numbers from Python or NumPy")
+        return found, ref(leaf)
+
+    def _call(self, leaf: Tensor) -> Tensor:
+        hidden = leaf.clone()  # which may be written, unlike a leaf
+        held = [hidden, *self._replaced.values()]
+        versions = [*map(version_of, held)]
+        result = self._body.run(hidden)
+        if versions != [*map(version_of, held)] or not _is_same(hidden.detach(), leaf.detach()):
+            raise NotAlone("writes to its input")
+        if not isinstance(result, Tensor) or not result.is_floating_point():
+            raise NotAlone("returns something other than one floating-point tensor")
+        if result.dim() <= self.dim or result.shape[self.dim] != leaf.shape[self.dim]:
+            raise NotAlone("returns a tensor with another number of tokens than its input")
+        if result.requires_grad and not leaf.requires_grad:
+            raise NotAlone("uses a tensor that requires a gradient and is neither its parameter nor its input")
+        return result
+
+
+def _contents(module: nn.Module) -> dict[tuple[str, int], list[Any]]:
+    """What attributes hold, by name and submodule. Parameters are looked at elsewhere."""
+    members = ((part, name, value) for part in module.modules() for name, value in vars(part).items())
+    return {(name, id(part)): tree_leaves(value) for part, name, value in members if name != PARAMETERS}
+
+
+def _copy(leaf: Any) -> Tensor | None:
+    return leaf.detach().clone() if type(leaf) is Tensor and not leaf.is_meta else None
+
+
+def _is_changed(leaf: Any, old: tuple[Any, Tensor | None]) -> bool:
+    return leaf is not old[0] or (old[1] is not None and not _is_same(leaf.detach(), old[1]))
+
+
+def _randomized(tensors: Collection[Tensor]) -> list[Tensor]:
+    """Return others of these shapes, all of one piece of random numbers: as large as the largest tensor."""
+    most = max((one.numel() for one in tensors), default=0)
+    if most > _MOST_RANDOM_NUMBERS:
+        raise MemoryError
+    numbers = torch.randn(most, device="cpu", generator=torch.Generator().manual_seed(0))
+    pairs = [(numbers[: one.numel()].view(one.shape), one) for one in tensors]
+    return [made if one.is_floating_point() else (made > 0).to(one.dtype) for made, one in pairs]
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are bitwise identical, with NaN in the same places."""
+    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _compare(runs: _Runs) -> str:
+    num, device = runs.hidden.shape[runs.dim], runs.hidden.device
+    every = torch.arange(num, device=device)
+    fewer = torch.randperm(num, generator=torch.Generator().manual_seed(0))[: num // 2].to(device)
+    (whole, *gradient), num_drawn = runs.run(every)
+    (part, *gradient_of_part), num_drawn_of_part = runs.run(fewer)
+    if [2 * one for one in num_drawn_of_part] != num_drawn:
+        raise NotAlone("draws random numbers for all tokens at once")
+    is_exact = _agree(whole[fewer], part, "mixes tokens, or depends on their positions")
+    place = num // 2 - 1
+    (other,), _ = runs.run(every, place)
+    if (other.isnan() != whole.isnan())[every != place].any():
+        raise NotAlone("mixes tokens")
+    for one, of_part in zip(gradient, gradient_of_part, strict=True):
+        _agree(one[fewer], of_part, "mixes tokens in its backward", slack=10)
+    return "exact" if is_exact else "lossless"
+
+
+def _agree(one: Tensor, other: Tensor, why: str, slack: int = 1) -> bool:
+    """Return whether both are bitwise identical; raise ``NotAlone`` if they differ by more than rounding."""
+    if _is_same(one, other):
+        return True
+    kind = one.device.type
+    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    epsilon = max(torch.finfo(one.dtype).eps, torch.finfo(torch.get_autocast_dtype(kind)).eps if is_cast else 0)
+    tolerance = slack * epsilon * (2 if epsilon > _FEW_BITS else 100)
+    if one.shape != other.shape or not (one.double() - other.double()).norm() <= tolerance * other.double().norm():
+        raise NotAlone(why)
+    return False

@@ -1,10 +1,11 @@
 """One call of a module tile by tile, and its backward: each tile runs again, and gradients are summed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,80 +14,11 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from lightning_vram.core.hooks import exact_only
 from lightning_vram.core.recomputed_saves import SavedSamples, divergence_error
 from lightning_vram.core.rollback import ForwardState
-from lightning_vram.core.tensors.properties import PLAIN_TYPES, Rebuild, flatten_arguments, flatten_output, is_strided
+from lightning_vram.core.tensors.properties import PLAIN_TYPES, is_strided
 from lightning_vram.private_names.torch import retains_graph, without_autocast
-
-# Tokens are along the last dimension but one of the first floating tensor: [B, T, D], or [T, D]. Whatever is called
-# batch and token does not matter, as independence along this dimension is what is proven. Other tensors that begin with
-# the same sizes ([B, T]) are cut along with it; those that do not are handed on whole.
 
 _VALUES = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _FEWEST_ROWS = 1024
-MIN_DIMS = 2
-
-
-@dataclass(frozen=True)
-class CutCall:
-    """How a call is cut. Holds no tensor."""
-
-    values: tuple[Any, ...]  # leaves of the arguments; ``None`` in the places of tensors
-    rebuild: Rebuild  # makes arguments of leaves
-    places: tuple[int, ...]  # of tensors
-    is_cut: tuple[bool, ...]  # whether each of them has tokens
-    dim: int  # of tokens
-    num_tokens: int  # T
-    num_rows: int  # tokens of the whole batch
-    width: int  # D
-
-    def tile(self, tile: int | Literal["auto"]) -> int:
-        """Return the tokens of a tile. ``"auto"``: at least 1,024 rows, and as many as a token has numbers (ALST)."""
-        if tile != "auto":
-            return tile
-        num_tiles = -(-self.num_rows // max(self.width, _FEWEST_ROWS))
-        return -(-self.num_tokens // num_tiles)
-
-    def tiles(self, tile: int) -> Iterator[tuple[int, int]]:
-        """Yield first token and length of each tile."""
-        for start in range(0, self.num_tokens, tile):
-            yield start, min(tile, self.num_tokens - start)
-
-    def cut(self, tensors: Sequence[Tensor], take: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """Apply ``take`` to tensors that have tokens."""
-        return [take(tensor) if is_cut else tensor for tensor, is_cut in zip(tensors, self.is_cut, strict=True)]
-
-    def part(self, tensors: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
-        """Return a tile of each tensor, in one piece: modules make views of their inputs."""
-        return self.cut(tensors, lambda one: one.narrow(self.dim, start, length).contiguous())
-
-    def arguments(self, tensors: Sequence[Tensor]) -> Any:
-        """Return arguments with these tensors."""
-        leaves = list(self.values)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
-        return self.rebuild(leaves)
-
-
-def cut_call(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[CutCall, list[Tensor]] | str:
-    """Return how a call can be cut, and its tensors; or why it cannot."""
-    leaves, rebuild = flatten_arguments(arguments)
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[place] for place in places]
-    others = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_VALUES))]
-    if others:
-        return f"gets a {type(others[0]).__name__}"
-    if any(type(tensor) not in PLAIN_TYPES or not is_strided(tensor) for tensor in tensors):
-        return "gets a tensor subclass or sparse tensor"
-    first = next((one for one in tensors if one.is_floating_point() and one.dim() >= MIN_DIMS), None)
-    if first is None or not first.numel():
-        return "gets no floating-point tensor with tokens"
-    dim = first.dim() - 2
-    begin = first.shape[: dim + 1]
-    values = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    is_cut = tuple(tensor.shape[: dim + 1] == begin for tensor in tensors)
-    call = CutCall(values, rebuild, tuple(places), is_cut, dim, begin[dim], begin.numel(), first.shape[-1])
-    return call, tensors
-
-
 _T = TypeVar("_T")
 _LOW = (torch.float16, torch.bfloat16)
 _is_inside: ContextVar[bool] = ContextVar("_is_inside", default=False)
@@ -98,12 +30,22 @@ def is_inside() -> bool:
 
 
 class Body(nn.Module):
-    """Runs a module's original forward with other parameters in the places of its own, past its hooks."""
+    """A call of a module that gets one tensor ``hidden``, with other parameters in the places of its own.
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
+    Tokens are along the last dimension but one: [B, T, D], or [T, D]. Whatever is called batch and token does not
+    matter, as independence along this dimension is what is proven. The body holds none of the call's tensors.
+    """
+
+    def __init__(
+        self, module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         super().__init__()
         self.module = module
         self.original = original
+        self.num_args, self.names = len(args), tuple(kwargs)
+        values = (*args, *kwargs.values())
+        self.place = next(place for place, one in enumerate(values) if isinstance(one, Tensor))
+        self.values = (*values[: self.place], None, *values[self.place + 1 :])
         self.parameters_by_name = {f"module.{name}": one for name, one in module.named_parameters()}
 
     def forward(self, work: Callable[[], _T]) -> _T:
@@ -118,13 +60,34 @@ class Body(nn.Module):
         finally:
             _is_inside.reset(token)
 
-    def run(self, arguments: Any) -> tuple[list[Any], Rebuild]:
-        """Return the leaves of what the module returns."""
-        args, kwargs = arguments
-        return flatten_output(self.original(*args, **kwargs))
+    def run(self, hidden: Tensor) -> Any:
+        """Return what the module returns, past its hooks."""
+        values = [*self.values]
+        values[self.place] = hidden
+        return self.original(*values[: self.num_args], **dict(zip(self.names, values[self.num_args :], strict=True)))
 
 
-_Take = Callable[[list[Tensor], list[Tensor], int, int], None]  # gets leaves and results of a tile
+def find_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the only tensor among arguments, if it has tokens, and no other argument could hold one."""
+    values = (*args, *kwargs.values())
+    tensors = [one for one in values if not isinstance(one, _VALUES)]
+    if len(tensors) != 1 or type(tensors[0]) not in PLAIN_TYPES:
+        return None
+    hidden: Tensor = tensors[0]
+    has_tokens = is_strided(hidden) and hidden.is_floating_point() and hidden.dim() >= 2 and hidden.numel() > 0
+    return hidden if has_tokens else None
+
+
+def tile_length(hidden: Tensor, tile: int | Literal["auto"]) -> int:
+    """Return the tokens of a tile. ``"auto"``: at least 1,024 rows, and as many as a token has numbers (ALST)."""
+    if tile != "auto":
+        return tile
+    num_rows, width = hidden.shape[:-1].numel(), hidden.shape[-1]
+    return -(-hidden.shape[-2] // -(-num_rows // max(width, _FEWEST_ROWS)))
+
+
+_Window = Callable[[Tensor], Tensor]  # returns the tile's part of a tensor
+_Take = Callable[[list[Tensor], list[Tensor], _Window], None]  # gets input and parameters of a tile, and its result
 
 
 @dataclass
@@ -132,96 +95,32 @@ class TiledCall:
     """Runs a call tile by tile, twice. Holds none of its tensors, but the module's state until the backward."""
 
     body: Body
-    call: CutCall
     tile: int
     name: str  # of the module, for messages
     state: ForwardState | None = None  # from which each run goes tile by tile; ``None`` without gradients
     samples: SavedSamples | None = None  # of what the forward saves for backward; ``None`` in calls not compared
-    rebuild: Rebuild = tuple  # makes the output of its leaves
 
-    def __call__(self, tensors: list[Tensor]) -> Any:
-        """Return what the module returns for these tensors."""
-        outputs = _Tiled.apply(self, *tensors, *self.body.parameters_by_name.values())  # type: ignore[no-untyped-call]
-        return self.rebuild(outputs)  # which is known now
+    def __call__(self, hidden: Tensor) -> Any:
+        """Return what the module returns."""
+        return _Tiled.apply(self, hidden, *self.body.parameters_by_name.values())  # type: ignore[no-untyped-call]
 
-    def forward(self, tensors: tuple[Tensor, ...], needs: Sequence[bool]) -> list[Tensor]:
-        """Run each tile without a gradient; or with one, of which samples are taken and nothing is kept."""
-        outputs, dim = list[Tensor](), self.call.dim
-
-        def take(leaves: list[Tensor], results: list[Tensor], start: int, length: int) -> None:
-            if not outputs:
-                sizes = [(*one.shape[:dim], self.call.num_tokens, *one.shape[dim + 1 :]) for one in results]
-                outputs.extend(one.new_zeros(size) for one, size in zip(results, sizes, strict=True))
-            for output, result in zip(outputs, results, strict=True):
-                output.narrow(dim, start, length).copy_(result.detach())
-
-        has_cache = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # casts of these parameters would serve nobody else
-        try:
-            with torch.set_grad_enabled(self.samples is not None):
-                self._run(tensors, needs, self.samples, take)
-        finally:
-            torch.set_autocast_cache_enabled(has_cache)
-        if self.state is not None:
-            self.state.settle()
-        if self.samples is not None:
-            self.samples.settle()
-        return outputs
-
-    def backward(
-        self, tensors: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...], needs: Sequence[bool]
-    ) -> list[Any]:
-        """Return the gradient of each tensor, ``None`` for those that need none, or had no part in it."""
-        assert self.state is not None
-        samples = SavedSamples(first=self.samples) if self.samples is not None else None
-        found: list[Tensor | None] = [None] * len(tensors)
-        wanted = [place for place, is_needed in enumerate(needs) if is_needed]
-        has_tokens = dict(enumerate(self.call.is_cut))
-
-        def take(leaves: list[Tensor], results: list[Tensor], start: int, length: int) -> None:
-            pairs = [
-                (get_gradient_edge(result), gradient.narrow(self.call.dim, start, length))
-                for result, gradient in zip(results, gradients, strict=True)
-                if gradient is not None and result.requires_grad
-            ]
-            results.clear()  # nobody reads them
-            if not pairs:
-                return
-            ends, of_ends = zip(*pairs, strict=True)
-            with without_autocast():  # as backwards run, also of an fp32 region
-                parts: Sequence[Tensor | None] = torch.autograd.grad(
-                    ends, [leaves[place] for place in wanted], of_ends, allow_unused=True
-                )
-            for place, part in zip(wanted, parts, strict=True):
-                total = found[place]
-                if part is not None and has_tokens.get(place):
-                    found[place] = total = torch.zeros_like(tensors[place]) if total is None else total
-                    total.narrow(self.call.dim, start, length).copy_(part)
-                elif part is not None:
-                    found[place] = _add(total, part)
-
-        with exact_only, torch.enable_grad():
-            self.state.run(lambda: self._run(tensors, needs, samples, take))
-        difference = samples.difference() if samples is not None else None
-        if difference is not None:
-            raise divergence_error(self.name, difference, "Leave it out with TokenTiling(layers=...).")
-        return [None if sum_ is None else sum_.to(one.dtype) for sum_, one in zip(found, tensors, strict=True)]
-
-    def _run(
+    def run(
         self, tensors: tuple[Tensor, ...], needs: Sequence[bool], samples: SavedSamples | None, take: _Take
     ) -> None:
         """Call ``take`` for each tile. Parameters are others, lest autocast keeps casts of these."""
-        num_inputs = len(self.call.places)
-        parameters = [one.detach().requires_grad_(need) for one, need in zip(tensors, needs, strict=True)][num_inputs:]
+        hidden, pairs = tensors[0], zip(tensors[1:], needs[1:], strict=True)
+        parameters = [one.detach().requires_grad_(need) for one, need in pairs]
+        dim, num_tokens = hidden.dim() - 2, hidden.shape[-2]
 
         def run() -> None:
-            for tile in self.call.tiles(self.tile):
-                parts = zip(self.call.part(tensors[:num_inputs], *tile), needs, strict=False)
-                inputs = [one.detach().requires_grad_(need) for one, need in parts]
+            for start in range(0, num_tokens, self.tile):
+                window = partial(torch.narrow, dim=dim, start=start, length=min(self.tile, num_tokens - start))
+                whole = window(hidden).contiguous()  # in one piece: modules make views of it
+                part = whole.detach().requires_grad_(needs[0])
                 with nullcontext() if samples is None else _taking(samples):
-                    results, self.rebuild = self.body.run(self.call.arguments(inputs))
-                take([*inputs, *parameters], results, *tile)
-                del parts, inputs, results  # lest they are there while the next tile runs
+                    results = [self.body.run(part)]
+                take([part, *parameters], results, window)
+                del part, whole, results  # lest they are there while the next tile runs
 
         self.body.having(dict(zip(self.body.parameters_by_name, parameters, strict=True)), run)
 
@@ -235,31 +134,72 @@ def _taking(samples: SavedSamples) -> saved_tensors_hooks:
     return saved_tensors_hooks(pack, Tensor.detach)
 
 
-def _add(total: Tensor | None, part: Tensor) -> Tensor:
-    """Add up in float32 what is in 16 bit."""
-    if total is not None:
-        return total.add_(part)
-    dtype = torch.float32 if part.dtype in _LOW else part.dtype
-    return part.to(dtype, copy=True, memory_format=torch.contiguous_format)  # what autograd returns may be shared
+def _add_gradients(
+    found: list[Any], gradient: Tensor, leaves: list[Tensor], results: list[Tensor], window: _Window
+) -> None:
+    """Put the gradient of a tile's input in its place, and add up those of parameters: in float32 what is in 16 bit."""
+    if not results[0].requires_grad:
+        return
+    end = get_gradient_edge(results.pop())  # nobody reads the result
+    wanted = {place: leaf for place, leaf in enumerate(leaves) if leaf.requires_grad}
+    with without_autocast():  # as backwards run, also of an fp32 region
+        parts: Sequence[Tensor | None] = torch.autograd.grad(
+            [end], [*wanted.values()], [window(gradient)], allow_unused=True
+        )
+    for place, part in zip(wanted, parts, strict=True):
+        if part is None:
+            continue
+        if place == 0:
+            window(found[0]).copy_(part)
+        elif found[place] is not None:
+            found[place].add_(part)
+        else:  # a copy: what autograd returns may be shared
+            dtype = torch.float32 if part.dtype in _LOW else part.dtype
+            found[place] = part.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 class _Tiled(torch.autograd.Function):
     """One node for all tiles: the hooks of DDP and FSDP2 see one gradient of each parameter."""
 
     @staticmethod
-    def forward(ctx: Any, call: TiledCall, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: TiledCall, *tensors: Tensor) -> Tensor | None:
+        """Run each tile without a gradient; or with one, of which samples are taken and nothing is kept."""
         ctx.call = call
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        outputs = call.forward(tensors, ctx.needs_input_grad[1:])
-        ctx.mark_non_differentiable(*(one for one in outputs if not one.is_floating_point()))
-        return tuple(outputs)
+        dim, output = tensors[0].dim() - 2, cast("Tensor | None", None)
+
+        def take(leaves: list[Tensor], results: list[Tensor], window: _Window) -> None:
+            nonlocal output
+            result = results[0].detach()
+            if output is None:
+                output = result.new_zeros((*result.shape[:dim], tensors[0].shape[dim], *result.shape[dim + 1 :]))
+            window(output).copy_(result)
+
+        # Autocast keeps casts of what needs a gradient, which would serve nobody else.
+        needs = [need and call.samples is not None for need in ctx.needs_input_grad[1:]]
+        with torch.set_grad_enabled(call.samples is not None):
+            call.run(tensors, needs, call.samples, take)
+        if call.state is not None:
+            call.state.settle()
+        if call.samples is not None:
+            call.samples.settle()
+            torch.clear_autocast_cache()
+        return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         if torch.is_grad_enabled():
             raise RuntimeError("TokenTiling does not support gradients of gradients (create_graph=True). Leave it out.")
-        tensors, call = ctx.saved_tensors, ctx.call
+        tensors, call, needs = ctx.saved_tensors, ctx.call, ctx.needs_input_grad[1:]
         if not retains_graph():
             ctx.call = None  # its state holds what the module held
-        return None, *call.backward(tensors, gradients, ctx.needs_input_grad[1:])
+        samples = SavedSamples(first=call.samples) if call.samples is not None else None
+        found: list[Any] = [None] * len(tensors)
+        if needs[0]:
+            found[0] = torch.zeros_like(tensors[0])
+        take = partial(_add_gradients, found, gradient)
+        with exact_only, torch.enable_grad():
+            call.state.run(partial(call.run, tensors, needs, samples, take))
+        if samples is not None and (difference := samples.difference()) is not None:
+            raise divergence_error(call.name, difference, "Leave it out with TokenTiling(layers=...).")
+        return None, *(sum_ if sum_ is None else sum_.to(one.dtype) for sum_, one in zip(found, tensors, strict=True))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from lightning_vram.techniques.token_tiling import apply, apply_token_tiling, proof
-from lightning_vram.techniques.token_tiling.proof import prove
+from lightning_vram.techniques.token_tiling import apply, apply_token_tiling
+from lightning_vram.techniques.token_tiling.apply import prove
 
 WIDTH = 16
 KEPT: list[Tensor] = []
@@ -146,7 +146,7 @@ MIXING = {
     ),
     "a buffer that is written past its counter": (
         lambda: with_buffer(Function(lambda s, h: s.count.data.add_(1)[0] * 0 + h * s.scale)),
-        "stores something of its call in 'count'",
+        "stores something of its call in '_buffers'",
     ),
     "a buffer that is replaced": (
         lambda: with_buffer(Function(replace_buffer)),
@@ -185,7 +185,10 @@ MIXING = {
         lambda: Function(lambda s, h: (s.scale * h).mean(1)),
         "returns a tensor with another number of tokens than its input",
     ),
-    "other object": (lambda: Function(lambda s, h: (s.scale * h, "text")), "returns values other than tensors"),
+    "other object": (
+        lambda: Function(lambda s, h: (s.scale * h, "text")),
+        "returns something other than one floating-point tensor",
+    ),
     "hook of gradients": (
         lambda: with_hook(Function(lambda s, h: s.parts[0](h), nn.Linear(WIDTH, WIDTH)), "register_full_backward_hook"),
         "has a hook on parts.0 (of FSDP2, or yours), which would see tiles",
@@ -220,24 +223,17 @@ def test_what_mixes_tokens_is_left_alone_and_runs_as_it_did(name):
         assert torch.equal(found, plain)
 
 
-def gated(self: Any, hidden: Tensor, mask: Tensor, *, bias: Tensor) -> Any:
-    """Several inputs, one of them whole in each tile, and several results."""
-    inner = self.parts[0](hidden) * mask[..., None] + bias
-    return inner.relu(), {"best": inner.argmax(-1), "norm": inner.square().sum(-1)}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_several_inputs_and_results(dtype):
+def test_gradients_of_input_and_weights_are_those_of_whole_sequences(dtype):
     torch.manual_seed(0)
-    net = nn.ModuleList([Function(gated, nn.Linear(WIDTH, WIDTH))]).to(dtype)
-    hidden, bias = (torch.randn(*size, WIDTH, dtype=dtype, requires_grad=True) for size in ((2, 70), ()))
-    mask = torch.rand(2, 70, dtype=dtype, requires_grad=True)
-    leaves = [hidden, mask, bias, *net[0].parts.parameters()]
+    net = nn.ModuleList([Function(lambda s, h, *, scale: (s.parts[0](h) * scale).relu().sum(-1), nn.Linear(WIDTH, 4))])
+    net.to(dtype)
+    hidden = torch.randn(2, 70, WIDTH, dtype=dtype, requires_grad=True)
 
     def step() -> list[Tensor]:
-        values, others = net[0](hidden, mask, bias=bias)
-        loss = values.float().square().sum() + others["norm"].float().sum()
-        return [values.detach(), others["best"], *torch.autograd.grad(loss, leaves)]
+        result = net[0](hidden=hidden, scale=2.0)
+        loss = result.float().square().sum()
+        return [result.detach(), *torch.autograd.grad(loss, [hidden, *net[0].parts.parameters()])]
 
     plain = step()
     handle = apply_token_tiling(net, tile=16)
@@ -248,6 +244,22 @@ def test_several_inputs_and_results(dtype):
         assert (one - other).double().norm() <= (1e-5 if dtype is torch.float32 else 1e-2) * other.double().norm()
     handle.remove()
     assert type(net[0]) is Function
+
+
+def test_modules_of_several_tensors_run_plain_or_are_refused_if_named():
+    net = nn.ModuleList([Function(lambda s, h, mask: s.scale * h * mask)])
+    arguments = torch.randn(2, 64, WIDTH), torch.ones(2, 64, 1)
+    handle = apply_token_tiling(net, tile=16)
+    assert torch.equal(net[0](*arguments), arguments[0])
+    assert handle.verdicts() == {}
+    handle.remove()
+    apply_token_tiling(net, "Function", tile=16, error=ValueError)
+    with pytest.raises(
+        ValueError,
+        match=r"^TokenTiling\(layers\): 0 cannot be tiled: it does not get one floating-point tensor of tokens\. "
+        r"Leave it out, or use layers='auto'\.$",
+    ):
+        net[0](*arguments)
 
 
 def test_dropout_draws_in_the_backward_what_it_drew():
@@ -311,11 +323,11 @@ def test_layers_of_one_kind_are_asked_once_without_values(monkeypatch):
 
 
 def test_weights_too_large_for_random_numbers_run_plain_without_values_also_if_named(monkeypatch):
-    monkeypatch.setattr(proof, "_MOST_RANDOM_NUMBERS", WIDTH * 16 - 1)
+    monkeypatch.setattr(apply, "_MOST_RANDOM_NUMBERS", WIDTH * 16 - 1)
     monkeypatch.setattr(apply, "_in_estimates", {})
     with torch.device("meta"):
         nets = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU())])
-    handle = apply_token_tiling(nets, "Sequential", tile=16, refuse=lambda *refused: pytest.fail(str(refused)))
+    handle = apply_token_tiling(nets, "Sequential", tile=16, error=AssertionError)
     nets[0](torch.empty(2, 64, WIDTH, device="meta"))
     assert handle.verdicts() == {"0": (False, "")}
 
