@@ -44,7 +44,7 @@ from lightning_vram.memory.estimate.cuda_kernels import Scratch
 from lightning_vram.memory.estimate.cuda_semantics import cuda_semantics
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.fake_device import FAKE_GPU, HOST, FakeTensors, fake_device, fake_ranks
-from lightning_vram.memory.estimate.known_values import KnownValues, RecordedReads, recorded, restart_reads
+from lightning_vram.memory.estimate.known_values import KnownValues, RecordedReads, begin_reads, recorded
 from lightning_vram.memory.host import available_host_bytes
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
@@ -307,7 +307,7 @@ def _fit(
         tracker = stack.enter_context(track_memory(module))
         trackers[:] = [tracker]
         clock = StepClock(run.card or _HOST_SPEC, device) if run.with_times else None
-        restart_reads()
+        begin_reads()
         marks = _Marks(tracker, clock)
         trainer = make_trainer(
             {**run.trainer_arguments, **parts},
@@ -363,8 +363,11 @@ class _Marks(Callback):
         add_silent_logger(trainer)
 
     @override
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._tracker.label_inputs(batch)
+        begin_reads("train", batch_idx)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
@@ -382,6 +385,7 @@ class _Marks(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._tracker.label_inputs(batch)
+        begin_reads("validation", batch_idx)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -56,7 +56,9 @@ _BETWEEN = ("torch", "lightning_vram", "lightning_utilities", "contextlib")
 _BUILT_IN = ("aten", "prims", "c10d", "_c10d_functional", "profiler")
 MOST_NUMBERS = 4096  # of results whose values are saved
 _Shape = tuple[int, ...]
-_Place = tuple[Any, Any, int]  # what is asked for, by which code, at which of its lines
+_Batch = tuple[str, int]  # stage, and 0 for the first batch, 1 for others
+_Place = tuple[Any, Any, int, _Batch]  # what is asked for, by which code, at which of its lines, in which batch
+_BATCH: ContextVar[_Batch] = ContextVar("batch", default=("", 0))
 _NUMBERS: ContextVar[Mapping[_Place, int]] = ContextVar("numbers", default=MappingProxyType({}))  # read at each place
 
 
@@ -91,7 +93,7 @@ class Result:
 
 @dataclass
 class RecordedReads:
-    """The reads of a run, in order at each place; in a run that reads more of them they begin again."""
+    """The reads of a run, in order at each place; in a batch that reads more of them they begin again."""
 
     is_recorded: bool = False  # whether a whole run was
     may_guess: bool = True  # whether numbers that were not recorded may be taken for 1
@@ -109,18 +111,20 @@ class RecordedReads:
         if not self.is_recorded:
             return None
         place, number = _next_place(what)
-        reads = self.by_place.get(place)
+        others = (reads for other, reads in self.by_place.items() if other[:3] == place[:3])
+        reads = self.by_place.get(place) or next(others, [])
         return reads[number % len(reads)] if reads else None
 
 
-def restart_reads() -> None:
-    """Begin a run, whose reads are counted from 0."""
+def begin_reads(stage: str = "", batch_idx: int = 0) -> None:
+    """Begin a run or a batch, whose reads are counted from 0."""
+    _BATCH.set((stage, min(batch_idx, 1)))
     _NUMBERS.set({})
 
 
 def _next_place(what: Any) -> tuple[_Place, int]:
     frame, numbers = _reader(), _NUMBERS.get()
-    place = what, frame.f_code, frame.f_lineno
+    place = what, frame.f_code, frame.f_lineno, _BATCH.get()
     number = numbers.get(place, 0)
     _NUMBERS.set({**numbers, place: number + 1})
     return place, number
