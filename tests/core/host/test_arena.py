@@ -7,13 +7,13 @@ import weakref
 
 import pytest
 import torch
+from lightning_vram.techniques.activation_offload.places import OffloadPlaces
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_vram.core.host import memory
 from lightning_vram.core.host.memory import ChunkedSpace, HostArena
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import GIB, KIB, MIB
-from lightning_vram.techniques.activation_offload.places import OffloadPlaces
 
 
 @pytest.fixture
