@@ -13,7 +13,7 @@ from lightning_vram.core.host import memory
 from lightning_vram.core.host.memory import ChunkedSpace, HostArena
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import GIB, KIB, MIB
-from lightning_vram.techniques.activation_offload.places import OffloadPlaces
+from lightning_vram.techniques.activation_offload.items import OffloadPlaces
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_each_device_has_memory_of_its_own() -> None:
     with FakeTensorMode():
         tensors = [torch.empty(100, dtype=torch.uint8, device=f"cuda:{index}") for index in range(2)]
     parcels = [places.find(tensor).put(tensor, 0) for tensor in tensors]
-    assert places.host_bytes == 2 * MIB
+    assert places.taken_bytes() == (2 * MIB, 0)
     assert places.num_away == len(parcels) == 2
     places.close()
-    assert (places.host_bytes, places.num_away) == (0, 0)
+    assert (places.taken_bytes(), places.num_away) == ((0, 0), 0)
