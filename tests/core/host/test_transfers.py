@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_vram.core.host import transfers
 from lightning_vram.core.host.transfers import Copies, StreamCopies, make_copies
-from lightning_vram.techniques.activation_offload import places
+from lightning_vram.techniques.activation_offload import items
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 
 SIZE = 64
@@ -227,7 +227,7 @@ def test_what_is_still_in_flight_comes_back_behind_its_copy(make_machine, monkey
     machine = make_machine(0)
     monkeypatch.setattr(transfers, "scatter", transfers_scatter)
     monkeypatch.setattr(transfers, "gather", transfers_gather)
-    monkeypatch.setattr(places, "make_copies", lambda tensor: StreamCopies(tensor.device))
+    monkeypatch.setattr(items, "make_copies", lambda tensor: StreamCopies(tensor.device))
     machine.run_some = lambda: None
     offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=10**9)
     tensor, written = torch.randn(SIZE), torch.randn(SIZE)
@@ -261,7 +261,7 @@ def test_gradients_by_way_of_streams_are_equal_to_the_bit(make_machine, monkeypa
         make_machine(0)
         monkeypatch.setattr(transfers, "scatter", transfers_scatter)
         monkeypatch.setattr(transfers, "gather", transfers_gather)
-        monkeypatch.setattr(places, "make_copies", lambda tensor: StreamCopies(tensor.device))
+        monkeypatch.setattr(items, "make_copies", lambda tensor: StreamCopies(tensor.device))
         offloading = ActivationOffloading(module, min_offload_bytes=1, window_bytes=window_bytes, disk_path=folder)
         for _ in range(3):
             assert all(map(torch.equal, gradients(offloading), expected))
@@ -312,7 +312,7 @@ def test_what_was_made_of_bfloat16_is_waited_for_by_other_streams(make_machine, 
     machine = make_machine(0)
     monkeypatch.setattr(transfers, "scatter", transfers_scatter)
     monkeypatch.setattr(transfers, "gather", transfers_gather)
-    monkeypatch.setattr(places, "make_copies", lambda tensor: StreamCopies(tensor.device))
+    monkeypatch.setattr(items, "make_copies", lambda tensor: StreamCopies(tensor.device))
     offloading, tensor = (
         ActivationOffloading(min_offload_bytes=1, window_bytes=10**6, compress="bf16"),
         torch.ones(SIZE),
@@ -332,7 +332,7 @@ def test_a_copy_that_ends_while_others_are_fetched_ahead_is_found(make_machine, 
     machine = make_machine(seed)
     monkeypatch.setattr(transfers, "scatter", transfers_scatter)
     monkeypatch.setattr(transfers, "gather", transfers_gather)
-    monkeypatch.setattr(places, "make_copies", lambda tensor: StreamCopies(tensor.device))
+    monkeypatch.setattr(items, "make_copies", lambda tensor: StreamCopies(tensor.device))
     offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=10**6)
     tensors = [torch.full((SIZE,), float(number)) for number in range(12)]
     expected = [tensor.clone() for tensor in tensors]
