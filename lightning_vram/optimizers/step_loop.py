@@ -105,27 +105,23 @@ def _step_natively(step_round: StepRound, part: Part) -> bool:
     if native is None or step is None or not part.size or part.size % LANES:
         return False
     moments = [part.stored[key] for key in ADAMW_STATE[1:]]
+    memories, bits, is_whole = [*map(memory_of, moments)], bits_of(moments[0]), all(map(has_whole_blocks, moments))
+    first, second = (draw_of(part.place, seed_of_moment(part.seed, key)) for key in ADAMW_STATE[1:])
     if part.split is None:
-        tensors = part.read(), cut_gradient(part), *map(memory_of, moments)
-        is_known = all(map(has_whole_blocks, moments)) and is_codable(*tensors)
-        if not is_known or tensors[1].dtype != torch.float32:
+        weights, gradient = part.read(), cut_gradient(part)
+        if not is_whole or gradient.dtype != torch.float32 or not is_codable(weights, gradient, *memories):
             return False
-        native.step_adamw(step, tensors, bits_of(moments[0]), part.member.number, part.place)
+        native.step_adamw(step, (weights, gradient, *memories), bits, (first, second))
     else:
-        upper, lower, (places, halves) = part.split.pieces(part.split_range)
+        upper, lower, odd = part.split.pieces(part.split_range)
         # The gradient may be bf16, with a factor.
-        numbers, factor = low_precision_part(part.member.own_gradient, part.range) or (cut_gradient(part), 1.0)
-        split = upper, lower, numbers, *map(memory_of, moments)
-        is_plain = all(type(one) is Tensor and one.dtype == torch.float32 for one in moments)
-        is_known = (is_plain or all(map(has_whole_blocks, moments))) and is_codable(*split)
-        if places is None or not is_known or numbers.numel() != upper.numel():
+        gradient, factor = low_precision_part(part.member.own_gradient, part.range) or (cut_gradient(part), 1.0)
+        tensors = upper, lower, gradient, *memories
+        is_whole = is_whole or all(type(one) is Tensor and one.dtype == torch.float32 for one in moments)
+        is_whole = is_whole and odd[0] is not None and gradient.numel() == upper.numel()
+        if not is_whole or gradient.dtype not in {torch.float32, torch.bfloat16} or not is_codable(*tensors):
             return False
-        if numbers.dtype not in {torch.float32, torch.bfloat16}:
-            return False
-        first, second = (draw_of(part.place, seed_of_moment(part.seed, key)) for key in ADAMW_STATE[1:])
-        found = native.step_split(
-            step, split, bits_of(moments[0]), (first, second), factor=factor, odd=(places, halves)
-        )
+        found = native.step_split(step, tensors, bits, (first, second), factor=factor, odd=odd)
         part.split.note_odd(part.split_range, *found)
     part.state = {"step": part.stored["step"] + 1}
     return True
