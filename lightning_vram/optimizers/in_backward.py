@@ -234,8 +234,6 @@ class BackwardSteps(StepTakeOver):
         self._may_be_early, self._keeps_gradients = may_be_early, keeps_gradients
         self._groups: dict[nn.Parameter, dict[str, Any]] = {}  # during a backward whose moments accumulate gradients
         self._taken_in: set[nn.Parameter] = set()  # since the last step
-        self._stepped: set[nn.Parameter] = set()  # in any step
-        self.has_zeros = False  # set if gradients are zeroed in place: stepped parameters always have one
         self._owners: dict[nn.Parameter, Optimizer] = {}  # of parameters with a hook
         self._moments: dict[int, LowPrecisionMoments] = {}  # that step an optimizer, by its id
         self._current: OneStep | None = None
@@ -352,9 +350,8 @@ class BackwardSteps(StepTakeOver):
                 if closure is not None:
                     loss = closure()
             for parameter in iterate_parameters(optimizer):
-                had_one = parameter in self._taken_in or (self.has_zeros and parameter in self._stepped)
-                if had_one and parameter.grad is None and not step.has_run(parameter):
-                    parameter.grad = torch.zeros_like(parameter)  # none in the last micro-batch, or zeroed in place
+                if parameter in self._taken_in and parameter.grad is None and not step.has_run(parameter):
+                    parameter.grad = torch.zeros_like(parameter)  # none in the last micro-batch
                 if parameter.grad is not None:
                     self._take(step, parameter)
             self._taken_in.clear()
@@ -407,9 +404,7 @@ class BackwardSteps(StepTakeOver):
 
     def _take(self, step: OneStep, parameter: nn.Parameter) -> None:
         """Step with a gradient, unless the optimizer no longer has the parameter."""
-        if step.take(parameter):
-            self._stepped.add(parameter)
-        elif any(one is parameter for one in iterate_parameters(step.optimizer)):
+        if not step.take(parameter) and any(one is parameter for one in iterate_parameters(step.optimizer)):
             module = getattr(self._module, "module", self._module)  # of DDP
             names = (name for name, one in module.named_parameters() if one is parameter)
             raise RuntimeError(

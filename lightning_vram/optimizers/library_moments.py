@@ -68,13 +68,13 @@ class MappedTensor(LowBitTensor):
         return made
 
     @override
-    def decode(self, out: Tensor | None = None) -> Tensor:
+    def decode(self) -> Tensor:
         codes = self.records
         if self.bits == 4:
             codes = torch.stack([codes >> 4, codes & 15], dim=-1)
         numbers = self.code_map.on(self.device)[codes.flatten().int()]
         numbers *= self.scales.repeat_interleave(self.code_map.block_size)[: numbers.numel()]
-        return (numbers if out is None else out.copy_(numbers)).view(self.shape)
+        return numbers.view(self.shape)
 
     @override
     def take_over(self, numbers: Tensor) -> None:
@@ -127,25 +127,37 @@ def empty_mapped(like: Tensor, code_map: CodeMap) -> MappedTensor:
 
 
 class LibraryForm(StateForm):
-    """Moments in the form of a library, whose kernels step them."""
+    """Moments in the form of a library, whose kernels step them.
 
-    library: Library  # its name
+    bitsandbytes has blocks of 256, of which the last one of a parameter may be smaller. torchao has blocks of 256 in 8
+    bits and of 128 in 4, for parameters of whole blocks; amsgrad fails in torchao 0.18.
+    """
 
-    def __init__(self, bits: int) -> None:
+    def __init__(self, library: Library, bits: int) -> None:
         super().__init__("8bit" if bits == 8 else "4bit", f"LowBitOptimizer(bits={bits})", bits)
+        self.library = library
 
     def why_not(self, optimizer: Optimizer) -> str | None:
         """Return what it cannot step; ``None``: it can."""
-        name, parameters = type(optimizer).__name__, list(iterate_parameters(optimizer))
-        if any(map(is_shard, parameters)):
-            return "sharded parameters"
-        if not steps_like(type(optimizer), (Adam, AdamW)):
-            return name
-        odd = [
-            f"{name}({key}={group[key]!r})" for group in optimizer.param_groups for key in _UNKNOWN if group.get(key)
-        ]
-        odd += [f"parameters on {p.device}, only on CUDA" for p in parameters if p.device.type != "cuda"]
-        return next(iter(odd), None)
+        name, groups, is_ao = type(optimizer).__name__, optimizer.param_groups, self.library == "torchao"
+        parameters = list(iterate_parameters(optimizer))
+        reasons = {
+            f"moments of {self.bits} bits": not is_ao and self.bits != 8,
+            f"{name} whose betas a schedule moves, as each value would be compiled": (
+                is_ao and any("max_momentum" in group for group in groups)  # of OneCycleLR and CyclicLR
+            ),
+            "sharded parameters": any(map(is_shard, parameters)),
+            name: not steps_like(type(optimizer), (Adam, AdamW))
+            or not (is_ao or all(group.get("decoupled_weight_decay") for group in groups)),
+        }
+        reasons |= {f"{name}({key}={group[key]!r})": True for group in groups for key in _UNKNOWN if group.get(key)}
+        reasons |= {f"parameters on {p.device}, only on CUDA": True for p in parameters if p.device.type != "cuda"}
+        return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+    @override
+    def takes(self, parameter: nn.Parameter) -> bool:
+        is_whole = self.library == "bitsandbytes" or parameter.numel() % self._map_for("exp_avg").block_size == 0
+        return super().takes(parameter) and is_whole
 
     @override
     def holds(self, parameter: nn.Parameter) -> bool:
@@ -153,107 +165,70 @@ class LibraryForm(StateForm):
 
     @override
     def has(self, key: str, value: Tensor) -> bool:
-        return isinstance(value, MappedTensor) and value.code_map is self.code_map(is_positive=key in DIVISORS)
+        return isinstance(value, MappedTensor) and value.code_map is self._map_for(key)
 
     @override
     def empty(self, key: str, like: Tensor) -> MappedTensor:
-        return empty_mapped(like, self.code_map(is_positive=key in DIVISORS))
+        return empty_mapped(like, self._map_for(key))
 
-    def code_map(self, *, is_positive: bool) -> CodeMap:
-        """Return the meaning of codes."""
-        return _map_of(self.library, self.bits, is_positive)
+    def _map_for(self, key: str) -> CodeMap:
+        return _map_of(self.library, self.bits, key in DIVISORS)
 
     @torch.no_grad()
     def step(self, step_round: StepRound, members: Sequence[Member]) -> None:
         """Step members with moments in this form."""
         step_round.scale(members)
+        step = _step_as_torchao if self.library == "torchao" else _step_as_bitsandbytes
         for member in members:
-            publish_state(member, self._step(member, step_round.settings_of(member.group)))
-
-    def _step(self, member: Member, settings: dict[str, Any]) -> State:
-        """Step one member; return its state."""
-        raise NotImplementedError
-
-    def _begun(self, member: Member) -> State:
-        if member.local_state:
-            return dict(member.local_state)
-        return {"step": torch.tensor(0.0)} | {key: self.empty(key, member.shard) for key in _KEYS}
+            state = dict(member.local_state)
+            if not state:
+                state = {"step": torch.tensor(0.0)} | {key: self.empty(key, member.shard) for key in _KEYS}
+            step(member, state, step_round.settings_of(member.group))
+            publish_state(member, state)
 
 
-class BitsandbytesForm(LibraryForm):
-    """Blocks of 256; the last one of a parameter may be smaller."""
-
-    library: Library = "bitsandbytes"
-
-    @override
-    def why_not(self, optimizer: Optimizer) -> str | None:
-        if self.bits != 8:
-            return f"moments of {self.bits} bits"
-        is_adamw = all(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
-        return super().why_not(optimizer) if is_adamw else type(optimizer).__name__
-
-    @override
-    def _step(self, member: Member, settings: dict[str, Any]) -> State:
-        state = self._begun(member)
-        state["step"] += 1
-        first, second = moments = [state[key] for key in _KEYS]
-        import_module("bitsandbytes.functional").optimizer_update_8bit_blockwise(
-            "adam",
-            member.gradient.contiguous().view(-1),
-            member.shard.view(-1),
-            first.records,
-            second.records,
-            *map(float, settings["betas"]),
-            *(0.0, 0.0),
-            float(settings["eps"]),
-            int(state["step"]),
-            float(settings["lr"]),
-            *(one.code_map.on(one.device) for one in moments),
-            first.scales,
-            second.scales,
-            float(settings["weight_decay"]),
-        )
-        return state
+def _step_as_bitsandbytes(member: Member, state: State, settings: dict[str, Any]) -> None:
+    state["step"] += 1
+    first, second = moments = [state[key] for key in _KEYS]
+    import_module("bitsandbytes.functional").optimizer_update_8bit_blockwise(
+        "adam",
+        member.gradient.contiguous().view(-1),
+        member.shard.view(-1),
+        first.records,
+        second.records,
+        *map(float, settings["betas"]),
+        *(0.0, 0.0),
+        float(settings["eps"]),
+        int(state["step"]),
+        float(settings["lr"]),
+        *(one.code_map.on(one.device) for one in moments),
+        first.scales,
+        second.scales,
+        float(settings["weight_decay"]),
+    )
 
 
-class TorchaoForm(LibraryForm):
-    """Blocks of 256 in 8 bits, of 128 in 4, for parameters of whole blocks. amsgrad fails in torchao 0.18."""
+def _step_as_torchao(member: Member, state: State, settings: dict[str, Any]) -> None:
+    proxy = make_proxy(member.shard, member.gradient)
+    group = {**settings, "lr": torch.as_tensor(settings["lr"], dtype=torch.float32), "params": [proxy]}
+    kind, attributes = _optimizer_of_torchao(state[_KEYS[0]].bits)
+    theirs = state | {key: _as_of_torchao(state[key]) for key in _KEYS}
+    attributes = {**attributes, "is_adamw": settings.get("decoupled_weight_decay", True)}
+    twin = make_twin(kind, attributes, [group], {proxy: theirs})
+    # Compiled code refuses to run under a dispatch mode, such as one that counts memory.
+    is_watched = current_dispatch_mode() is not None
+    with torch.compiler.set_stance("force_eager") if is_watched else nullcontext():
+        unhooked_step(kind)(twin)
 
-    library: Library = "torchao"
 
-    @override
-    def why_not(self, optimizer: Optimizer) -> str | None:
-        if any("max_momentum" in group for group in optimizer.param_groups):  # of OneCycleLR and CyclicLR
-            return f"{type(optimizer).__name__} whose betas a schedule moves, as each value would be compiled"
-        return super().why_not(optimizer)
-
-    @override
-    def takes(self, parameter: nn.Parameter) -> bool:
-        return super().takes(parameter) and parameter.numel() % self.code_map(is_positive=True).block_size == 0
-
-    @override
-    def _step(self, member: Member, settings: dict[str, Any]) -> State:
-        state = self._begun(member)
-        proxy = make_proxy(member.shard, member.gradient)
-        group = {**settings, "lr": torch.as_tensor(settings["lr"], dtype=torch.float32), "params": [proxy]}
-        kind, attributes = _optimizer_of_torchao(self.bits)
-        theirs = state | {key: self._as_theirs(state[key]) for key in _KEYS}
-        attributes = {**attributes, "is_adamw": settings.get("decoupled_weight_decay", True)}
-        twin = make_twin(kind, attributes, [group], {proxy: theirs})
-        # Compiled code refuses to run under a dispatch mode, such as one that counts memory.
-        is_watched = current_dispatch_mode() is not None
-        with torch.compiler.set_stance("force_eager") if is_watched else nullcontext():
-            unhooked_step(kind)(twin)
-        return state
-
-    def _as_theirs(self, moment: MappedTensor) -> Any:
-        """Return a tensor of torchao over the same memory."""
-        values, is_signed = moment.code_map.on(moment.device), not moment.is_positive
-        kind = import_module(f"torchao.optim.subclass_{self.bits}bit")
-        if self.bits == 8:
-            records = moment.records.view(moment.shape)
-            return kind.OptimState8bit(records, moment.scales, values, is_signed, torch.float32)
-        return kind.OptimState4bit(moment.records, moment.scales, values, is_signed, moment.shape, torch.float32)
+def _as_of_torchao(moment: MappedTensor) -> Any:
+    """Return a tensor of torchao over the same memory."""
+    values, is_signed = moment.code_map.on(moment.device), not moment.is_positive
+    kind = import_module(f"torchao.optim.subclass_{moment.bits}bit")
+    if moment.bits == 8:
+        records = moment.records.view(moment.shape)
+        return kind.OptimState8bit(records, moment.scales, values, is_signed, torch.float32)
+    return kind.OptimState4bit(moment.records, moment.scales, values, is_signed, moment.shape, torch.float32)
 
 
 @lru_cache
@@ -284,13 +259,11 @@ def form_of(library: Library, form: StateForm, optimizer: Optimizer) -> StateFor
     if library == "own" or form.bits == 16 or is_fake:  # estimates have no memory for kernels
         return form
     if library == "auto":
-        installed = (kind(form.bits) for name, kind in _FORMS.items() if find_spec(name) is not None)
+        names: tuple[Library, ...] = ("bitsandbytes", "torchao")
+        installed = (LibraryForm(name, form.bits) for name in names if find_spec(name) is not None)
         return next((one for one in installed if one.why_not(optimizer) is None), form)
-    named = _FORMS[library](form.bits)
+    named = LibraryForm(library, form.bits)
     why = named.why_not(optimizer)
     if why is not None:
         raise ValueError(f"LowBitOptimizer(library={library!r}) cannot step {why}: use library='own' or 'auto'.")
     return named
-
-
-_FORMS = {form.library: form for form in (BitsandbytesForm, TorchaoForm)}

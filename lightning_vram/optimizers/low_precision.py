@@ -1,7 +1,8 @@
 """Low-precision moments: 4, 2.06 or 1.06 bytes per weight for Adam instead of 8.
 
-Steps are planned where compiled rows can run (``row_steps.py``). The others run torch's own kernel on parts of some
-million weights (``step_loop.py``), with moments upcast to float32 and rounded afterwards: 12 bytes per weight.
+Parameters are stepped by compiled rows where these can run (``row_steps.py``). The others run torch's own kernel on
+parts of some million weights (``step_loop.py``), with moments upcast to float32 and rounded afterwards: 12 bytes per
+weight.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +20,9 @@ from lightning_vram.optimizers.moment_forms import (
     find_unsupported,
     upcast_when_stepped,
 )
-from lightning_vram.optimizers.row_steps import StepPlan, can_run, compile_ahead, rule_of
+from lightning_vram.optimizers.row_steps import Rule, rule_of, step_rows
 from lightning_vram.optimizers.step_loop import step_in_parts
-from lightning_vram.optimizers.step_round import Member, StepRound, StepTakeOver, is_ruled, iterate_parameters
+from lightning_vram.optimizers.step_round import Member, StepRound, StepTakeOver, iterate_parameters
 
 
 class LowPrecisionMoments(StepTakeOver):
@@ -33,7 +34,7 @@ class LowPrecisionMoments(StepTakeOver):
         self._module, self._form, self._library, self._check = module, form, library, check
         self.unheld: set[nn.Parameter] = set()  # trained parameters whose moments cannot have the form
         self._stored: dict[int, LowPrecisionStates] = {}  # by id of the optimizer
-        self._plans: dict[int, StepPlan] = {}
+        self._rules: dict[int, Rule | None] = {}  # by id of the optimizer
         super().__init__()
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
@@ -49,17 +50,14 @@ class LowPrecisionMoments(StepTakeOver):
             self._handles += states.begin()
             self._stored[id(optimizer)] = states
             self._take_over(optimizer)
-            groups = () if isinstance(form, LibraryForm) else optimizer.param_groups
-            ruled = chain.from_iterable(group["params"] for group in groups if is_ruled(optimizer, group))
-            for device in {parameter.device for parameter in filter(form.takes, ruled)}:
-                compile_ahead(device, rule_of(optimizer), form)
+            self._rules[id(optimizer)] = None if isinstance(form, LibraryForm) else rule_of(optimizer)
 
     def let_go(self) -> None:
         """Detach the optimizers; their next step upcasts the moments."""
         self.remove_patches()
         for optimizer in self._taken:
             upcast_when_stepped(optimizer)
-        self._taken, self._stored, self._plans = [], {}, {}
+        self._taken, self._stored, self._rules = [], {}, {}
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
         own = set(self._module.parameters())
@@ -67,34 +65,9 @@ class LowPrecisionMoments(StepTakeOver):
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = self._run_closure(optimizer, closure)
-        plan, is_counting = self._plans.pop(id(optimizer), None), self._stored[id(optimizer)].check.is_counting
-        if plan is not None and not is_counting and plan.step():
-            self._plans[id(optimizer)] = plan
-            if any(parameter.grad is not None for parameter in plan.others):
-                step_round = StepRound(optimizer, is_on_host=False)
-                self.step_members(optimizer, step_round, step_round.take(plan.others))
-            return loss
-        plan = None  # frees memory of earlier moments
         step_round = StepRound(optimizer, is_on_host=False)
-        members = step_round.take_rest()
-        if not is_counting and any(map(can_run, {member.shard.device for member in members})):
-            members = self._step_planned(optimizer, members)
-        self.step_members(optimizer, step_round, members)
+        self.step_members(optimizer, step_round, step_round.take_rest())
         return loss
-
-    def _step_planned(self, optimizer: Optimizer, members: Sequence[Member]) -> list[Member]:
-        """Step the members that can be planned, and keep the plan; return the others."""
-        states = self._stored[id(optimizer)]
-        states.adopt(members)
-        # Whether a step is planned depends on states alone, or a resumed run might round otherwise on a GPU.
-        ours = [member for member in members if states.has(member.parameter)]
-        plan, has_begun = StepPlan(optimizer, ours), all(member.state for member in ours)
-        if not plan.step():
-            return list(members)
-        if has_begun:  # otherwise more will be planned in the next step
-            self._plans[id(optimizer)] = plan
-        others = set(plan.others)
-        return [member for member in members if member.parameter in others]
 
     def step_members(self, optimizer: Optimizer, step_round: StepRound, members: Sequence[Member]) -> None:
         """Step a few parameters of an attached optimizer."""
@@ -104,5 +77,7 @@ class LowPrecisionMoments(StepTakeOver):
         ours = [member for member in members if states.has(member.parameter)]
         if isinstance(states.form, LibraryForm):
             states.form.step(step_round, ours)
-        else:
-            step_in_parts(step_round, states, ours)
+            return
+        if not states.check.is_counting:
+            ours = step_rows(step_round, self._rules[id(optimizer)], ours)
+        step_in_parts(step_round, states, ours)

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_vram.core.tensors.codecs import (
     Bits,
     LowBitTensor,
+    decoded,
     empty_low_bit,
     low_bit_over,
     record_bytes,
@@ -133,10 +134,10 @@ def is_low_precision(value: object) -> bool:
     return isinstance(value, LowBitTensor) or (isinstance(value, Tensor) and value.dtype == torch.bfloat16)
 
 
-def upcast_state(state: State, take: Callable[[int], Tensor] | None = None) -> State:
-    """Return a state with float32 moments, in memory that ``take`` returns for a count of numbers, or in new memory."""
+def upcast_state(state: State) -> State:
+    """Return a state with float32 moments."""
     return {
-        key: upcast_moment(value, take) if key in MOMENTS and is_low_precision(value) else value
+        key: decoded(value).float() if key in MOMENTS and is_low_precision(value) else value
         for key, value in state.items()
     }
 
@@ -149,7 +150,7 @@ def round_state(
     for key in (key for key in MOMENTS if key in state):
         value, into = state[key], stored.get(key) if is_low_precision(stored.get(key)) else None
         is_counted = check is not None and check.is_counting and into is not None
-        before = (upcast_moment(into), value.clone()) if is_counted and into is not None else None
+        before = (decoded(into).float(), value.clone()) if is_counted and into is not None else None
         rounded[key] = form.round(key, value, start, seed, into)
         if check is not None and before is not None:
             check.count(*before, rounded[key])
@@ -159,14 +160,6 @@ def round_state(
 def seed_of_moment(seed: Seed, key: str) -> int:
     """Return 16 bits that differ for each step, parameter and moment."""
     return seed_of(*seed, MOMENTS.index(key))
-
-
-def upcast_moment(value: Tensor, take: Callable[[int], Tensor] | None = None) -> Tensor:
-    """Return a moment in float32."""
-    fp32 = None if take is None else take(value.numel())
-    if isinstance(value, LowBitTensor):
-        return value.decode(fp32)
-    return value.float() if fp32 is None else fp32.view(value.shape).copy_(value)
 
 
 def first_place(parameter: nn.Parameter) -> int:

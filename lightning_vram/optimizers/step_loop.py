@@ -1,11 +1,10 @@
 """The step of stored weights and moments, some at a time: decode, step, encode.
 
-The first of these that can does it: compiled code for AdamW on the host, which steps what is stored, in one call for
-many parameters; the optimizer's own step, as torch has it, on float32 copies.
+The first of these that can does it: compiled code for AdamW on the host, which steps what is stored; the optimizer's
+own step, as torch has it, on float32 copies.
 """
 
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.optim import Adam, AdamW
 
 from lightning_vram.core.host.memory import PART_ELEMENTS, SplitWeights, cut_parts
 from lightning_vram.core.tensors.codecs import BLOCK_SIZE, LowBitTensor, draw_of
-from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep, NativeCodecs, is_codable, native_step
+from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep, is_codable, native_step
 from lightning_vram.core.tensors.properties import flat_as_stored, stored_like
 from lightning_vram.optimizers.moment_forms import (
     MOMENTS,
@@ -45,7 +44,6 @@ from lightning_vram.techniques.sharding import FlatShard, fp32_part, low_precisi
 
 ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 _ON_DEVICE = 2**22  # weights in a part on the device: few kernels, 64 MiB
-Take = Callable[[int], Tensor]  # returns float32 memory for a count of numbers
 
 
 @dataclass(slots=True)
@@ -84,16 +82,14 @@ class Part:
 
 
 @torch.no_grad()
-def step_parts(
-    step_round: StepRound, parts: Sequence[Part], take: Take | None = None, check: UpdateCheck | None = None
-) -> None:
-    """Step parts; ``take``: where upcast moments are, ``check``: counts lost updates."""
+def step_parts(step_round: StepRound, parts: Sequence[Part], check: UpdateCheck | None = None) -> None:
+    """Step parts; ``check`` counts lost updates."""
     is_counting = check is not None and check.is_counting  # needs float32 moments
-    left = list(parts) if is_counting else step_natively(step_round, parts)
+    left = [part for part in parts if is_counting or not _step_natively(step_round, part)]
     weights = [part.read() for part in left]
     proxies = [make_proxy(one[: part.size], cut_gradient(part)) for one, part in zip(weights, left, strict=True)]
     for part in left:
-        part.state = dict(part.stored) if part.form is None else upcast_state(part.stored, take)
+        part.state = dict(part.stored) if part.form is None else upcast_state(part.stored)
     if left:
         step_round.step_proxies([part.member.group for part in left], proxies, [part.state for part in left])
     for part, stepped in zip(left, weights, strict=True):
@@ -102,33 +98,33 @@ def step_parts(
             part.state = round_state(part.form, part.state, part.place, part.seed, part.stored, check)
 
 
-def step_natively(step_round: StepRound, parts: Sequence[Part]) -> list[Part]:
-    """Step those parts that compiled code can step as they are stored; return the others."""
-    left: list[Part] = []
-    calls: dict[int, tuple[list[AdamWStep], array[int]]] = {}  # by the bits of moments
-    gradients = []  # which must live until the calls
-    native = native_step(3 * sum(part.size for part in parts))
-    for part in parts:
-        step = None if native is None else _adamw_step(step_round, part)
-        if step is None or native is None:
-            left.append(part)
-        elif part.split is not None:
-            if not _step_split(native, step, part):
-                left.append(part)
-        else:
-            item = _make_item(part, gradient := cut_gradient(part))
-            if item is None:
-                left.append(part)
-                continue
-            gradients.append(gradient)
-            steps, items = calls.setdefault(bits_of(part.stored["exp_avg"]), ([], array("q")))
-            items.extend((*item, len(steps), part.member.number, part.place))
-            steps.append(step)
-            part.state = {"step": part.stored["step"] + 1}
-    for bits, (steps, items) in calls.items():
-        assert native is not None
-        native.step_adamw(steps, items, bits)
-    return left
+def _step_natively(step_round: StepRound, part: Part) -> bool:
+    """Step a part as it is stored, if compiled code can."""
+    native = native_step(3 * part.size)
+    step = None if native is None else _adamw_step(step_round, part)
+    if native is None or step is None or not part.size or part.size % LANES:
+        return False
+    moments = [part.stored[key] for key in ADAMW_STATE[1:]]
+    memories, bits, is_whole = [*map(memory_of, moments)], bits_of(moments[0]), all(map(has_whole_blocks, moments))
+    first, second = (draw_of(part.place, seed_of_moment(part.seed, key)) for key in ADAMW_STATE[1:])
+    if part.split is None:
+        weights, gradient = part.read(), cut_gradient(part)
+        if not is_whole or gradient.dtype != torch.float32 or not is_codable(weights, gradient, *memories):
+            return False
+        native.step_adamw(step, (weights, gradient, *memories), bits, (first, second))
+    else:
+        upper, lower, odd = part.split.pieces(part.split_range)
+        # The gradient may be bf16, with a factor.
+        gradient, factor = low_precision_part(part.member.own_gradient, part.range) or (cut_gradient(part), 1.0)
+        tensors = upper, lower, gradient, *memories
+        is_whole = is_whole or all(type(one) is Tensor and one.dtype == torch.float32 for one in moments)
+        is_whole = is_whole and odd[0] is not None and gradient.numel() == upper.numel()
+        if not is_whole or gradient.dtype not in {torch.float32, torch.bfloat16} or not is_codable(*tensors):
+            return False
+        found = native.step_split(step, tensors, bits, (first, second), factor=factor, odd=odd)
+        part.split.note_odd(part.split_range, *found)
+    part.state = {"step": part.stored["step"] + 1}
+    return True
 
 
 def _adamw_step(step_round: StepRound, part: Part) -> AdamWStep | None:
@@ -147,40 +143,11 @@ def _adamw_step(step_round: StepRound, part: Part) -> AdamWStep | None:
     return AdamWStep(int(step) + 1, lr, (first, second), eps, decay)
 
 
-def _make_item(part: Part, gradient: Tensor) -> tuple[int, ...] | None:
-    """Return addresses and count for compiled code; ``None``: it cannot step this part."""
-    moments = [part.stored[key] for key in ADAMW_STATE[1:]]
-    tensors = part.read(), gradient, *map(memory_of, moments)
-    is_known = all(map(has_whole_blocks, moments)) and part.size and part.size % LANES == 0
-    if not is_known or gradient.dtype != torch.float32 or not is_codable(*tensors):
-        return None
-    return *(tensor.data_ptr() for tensor in tensors), part.size
-
-
 def has_whole_blocks(moment: Tensor) -> bool:
     """Whether compiled code knows how a moment is stored."""
     if isinstance(moment, LowBitTensor):
         return type(moment) is LowBitTensor and moment.block_size == BLOCK_SIZE
     return moment.dtype == torch.bfloat16
-
-
-def _step_split(native: NativeCodecs, step: AdamWStep, part: Part) -> bool:
-    """Step a part of split weights; the gradient may be bf16, with a factor."""
-    assert part.split is not None
-    upper, lower, (places, halves) = part.split.pieces(part.split_range)
-    moments = [part.stored[key] for key in ADAMW_STATE[1:]]
-    numbers, factor = low_precision_part(part.member.own_gradient, part.range) or (cut_gradient(part), 1.0)
-    tensors = upper, lower, numbers, *map(memory_of, moments)
-    is_plain = all(type(one) is Tensor and one.dtype == torch.float32 for one in moments)
-    is_known = (is_plain or all(map(has_whole_blocks, moments))) and is_codable(*tensors)
-    is_known = is_known and numbers.dtype in {torch.float32, torch.bfloat16}
-    if places is None or not is_known or upper.numel() % LANES or numbers.numel() != upper.numel() or not part.size:
-        return False
-    first, second = (draw_of(part.place, seed_of_moment(part.seed, key)) for key in ADAMW_STATE[1:])
-    found = native.step_split(step, tensors, bits_of(moments[0]), (first, second), factor=factor, odd=(places, halves))
-    part.split.note_odd(part.split_range, *found)
-    part.state = {"step": part.stored["step"] + 1}
-    return True
 
 
 def memory_of(moment: Tensor) -> Tensor:
@@ -199,23 +166,6 @@ def cut_gradient(part: Part) -> Tensor:
     if member.own_gradient is not None and low_precision_of(member.own_gradient) is not None:
         return fp32_part(member.own_gradient, part.range)
     return flat_as_stored(stored_like(member.gradient, member.shard))[part.range]
-
-
-class _Scratch:
-    """Float32 memory on one device, reused by batches: new pages of the host take as long as a step."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._blocks: list[Tensor] = []
-        self.num_taken = 0  # blocks, by a batch
-
-    def take(self, count: int) -> Tensor:
-        place, self.num_taken = self.num_taken, self.num_taken + 1
-        if place == len(self._blocks):
-            self._blocks.append(self._like.new_empty(count, dtype=torch.float32))
-        elif self._blocks[place].numel() < count:
-            self._blocks[place] = self._like.new_empty(count, dtype=torch.float32)
-        return self._blocks[place][:count]
 
 
 class _Stepping:
@@ -317,12 +267,10 @@ def _step_all(step_round: StepRound, states: LowPrecisionStates | None, stepping
     step_round.scale(members)
     for one, seed in zip(steppings, make_seeds(members, [member.local_state for member in members]), strict=True):
         one.seed = seed
-    scratch = _Scratch(steppings[0].member.shard)
     for batch in _batches(step_round, steppings):
-        step_parts(step_round, [part for _, part in batch], scratch.take, None if states is None else states.check)
+        step_parts(step_round, [part for _, part in batch], None if states is None else states.check)
         for stepping, part in batch:
             stepping.save(part)
-        scratch.num_taken = 0
     for stepping in steppings:
         publish_state(stepping.member, stepping.fresh)
 

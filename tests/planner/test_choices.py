@@ -84,7 +84,7 @@ CASES = {
     ],
 )
 def test_it_makes_a_run_fit_and_is_left_out_where_it_need_not(case, budget, allow, chosen, note, monkeypatch):
-    monkeypatch.setattr(native_codecs._supply, "ask", lambda count: None)  # steps in C take less than was told
+    monkeypatch.setattr(native_codecs, "_ask", lambda count: None)  # steps in C take less than was told
     make, batch, device = CASES[case]
     plan = plan_memory(make(), batch, device=device, budget=budget * MIB, allow=allow)
     assert str(plan.best.scheme) == chosen

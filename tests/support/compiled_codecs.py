@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from lightning_vram.core.tensors import native_codecs
-from lightning_vram.core.tensors.native_codecs import COLUMNS, NativeCodecs
+from lightning_vram.core.tensors.native_codecs import NativeCodecs
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
@@ -30,9 +30,9 @@ def coded_in_c() -> Generator[list[int], None, None]:
     """
     stepped: list[int] = []
 
-    def step_adamw(codecs, steps, items, bits):
-        stepped.extend(items[4::COLUMNS])
-        return one_call(codecs, steps, items, bits)
+    def step_adamw(codecs, step, tensors, *options):
+        stepped.append(tensors[0].numel())
+        return one_call(codecs, step, tensors, *options)
 
     def step_split(codecs, step, tensors, *options, **others):
         stepped.append(tensors[0].numel())
@@ -41,7 +41,7 @@ def coded_in_c() -> Generator[list[int], None, None]:
     one_call, split_call = NativeCodecs.step_adamw, NativeCodecs.step_split
     codecs = compiled()
     with (
-        patch.object(native_codecs._supply, "ask", lambda count: codecs),
+        patch.object(native_codecs, "_ask", lambda count: codecs),
         patch.object(native_codecs, "LEAST", 1),
         patch.object(NativeCodecs, "step_adamw", step_adamw),
         patch.object(NativeCodecs, "step_split", step_split),

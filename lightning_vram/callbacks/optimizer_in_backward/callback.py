@@ -96,23 +96,20 @@ def check_training(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients:
         )
 
 
-def leaves_zeros(zero: Callable[[], None], optimizer: Optimizer) -> bool:
-    """Zero gradients, among them a probe; return whether it became zeros rather than ``None``, refuse if it stays."""
+def _zero_gradients(zero: Callable[..., None], /, epoch: int, batch_idx: int, optimizer: Any) -> None:
+    """Zero gradients, among them a probe; refuse if that stays, or becomes zeros, which would be stepped with."""
     parameters = (one for group in optimizer.param_groups for one in group["params"])
     free = (one for one in parameters if one.requires_grad and one.grad is None)
     probe = min(free, key=torch.numel, default=None)
-    if probe is None:
-        zero()
-        return False
-    probe.grad = torch.ones_like(probe)
-    zero()
-    left, probe.grad = probe.grad, None
-    if left is not None and bool(left.any()):
+    if probe is not None:
+        probe.grad = torch.ones_like(probe)
+    zero(epoch, batch_idx, optimizer)
+    if probe is not None and probe.grad is not None:
+        probe.grad = None
         raise MisconfigurationException(
-            f"{NAME} does not work with an optimizer_zero_grad that leaves gradients: they are used up by then. Call "
-            f"optimizer.zero_grad() in there, or leave {NAME} out."
+            f"{NAME} does not work with an optimizer_zero_grad that leaves gradients or zeros: they are used up by "
+            f"then. Call optimizer.zero_grad() in there, or leave {NAME} out."
         )
-    return left is not None
 
 
 def _check_accumulation(trainer: pl.Trainer) -> None:
@@ -250,11 +247,7 @@ class OptimizerInBackward(FitTechnique):
             MethodPatch(plugin, "clip_gradients", partial(partial, self._clip_gradients)),
         ]
         if is_overridden("optimizer_zero_grad", pl_module):
-            self._patches.append(MethodPatch(pl_module, "optimizer_zero_grad", partial(partial, self._zero_grad)))
-
-    def _zero_grad(self, inner: Callable[..., None], /, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        assert self._steps is not None
-        self._steps.has_zeros |= leaves_zeros(partial(inner, epoch, batch_idx, optimizer), optimizer)
+            self._patches.append(MethodPatch(pl_module, "optimizer_zero_grad", partial(partial, _zero_gradients)))
 
     def _may_be_early(self, trainer: pl.Trainer, closure: Any) -> bool:
         user = why_not_early(trainer, closure)

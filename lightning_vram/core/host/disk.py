@@ -7,7 +7,6 @@ import os
 import queue
 import shutil
 import tempfile
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,19 +21,15 @@ from lightning_vram.core.host.transfers import PATIENCE_SECONDS, Copies, H2DCopy
 from lightning_vram.memory.units import MIB, format_bytes
 from lightning_vram.private_names.dispatcher import without_dispatch
 
-PAGE_BYTES = 4096
-_MIN_DIRECT_BYTES = MIB
-
 
 class DiskFile:
     """An empty file in ``folder``, as long as this object is not closed; it vanishes with the process, killed or not.
 
-    ``argument`` is the name of ``folder`` in messages. If ``is_direct``, whole pages of long runs bypass the page cache
-    where the system can do that, in a third of the processor time. Memory and file must begin at the same byte of a
-    page. Linux keeps both, and tensors over a mapping of the file, consistent if they are not used at the same time.
+    ``argument`` is the name of ``folder`` in messages. Linux keeps the file, and tensors over a mapping of it,
+    consistent if they are not used at the same time.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], argument: str, *, is_direct: bool = False) -> None:
+    def __init__(self, folder: str | os.PathLike[str], argument: str) -> None:
         self.name = f"{argument}={str(folder)!r}"
         self.num_bytes = 0
         self._folder = folder
@@ -46,9 +41,6 @@ class DiskFile:
             self._file = cast(BinaryIO, tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115 - close()
         except OSError as error:
             raise OffloadError(f"{self.name}: cannot create a file there ({error}). Name a writable folder.") from error
-        self._mappings: list[mmap.mmap] = []  # one for each size that was mapped: tensors are over all of them
-        self._direct = _open_direct(self._file.fileno()) if is_direct else None
-        self._is_direct = self._direct is not None
 
     def grow(self, num_bytes: int, purpose: str, way_out: str) -> None:
         """Reserve space at the end: a full disk raises here, with the file unchanged, not in the middle of a step."""
@@ -69,49 +61,23 @@ class DiskFile:
         """Write ``buffer`` to ``position``."""
         self._move(os.pwritev, buffer, position)
 
-    def mapped(self) -> mmap.mmap:
+    def map(self) -> mmap.mmap:
         """Return the whole file as memory: pages of the file, which the system takes back when it needs them."""
-        if not self._mappings or len(self._mappings[-1]) < self.num_bytes:
-            self._mappings.append(mmap.mmap(self._file.fileno(), self.num_bytes))
-            if hasattr(mmap, "MADV_SEQUENTIAL"):  # checkpoints go through it from end to end: twice as fast
-                self._mappings[-1].madvise(mmap.MADV_SEQUENTIAL)
-        return self._mappings[-1]
-
-    def release(self) -> None:
-        """Give back the pages that were read through the mapping. What was written to them stays."""
-        for mapping in self._mappings if hasattr(mmap, "MADV_DONTNEED") else ():
-            mapping.madvise(mmap.MADV_DONTNEED)
+        return mmap.mmap(self._file.fileno(), self.num_bytes)
 
     def close(self) -> None:
         """Close the file; tensors over it keep it alive."""
-        self._mappings = []
-        direct, self._direct = self._direct, None
-        if direct is not None:
-            os.close(direct)
         self._file.close()
 
     def _move(self, call: Callable[[int, list[memoryview], int], int], buffer: memoryview, position: int) -> None:
-        is_long = len(buffer) >= _MIN_DIRECT_BYTES
+        file, start, length = self._file.fileno(), position, len(buffer)
         while buffer:
-            file, length = self._choose(position, len(buffer)) if is_long else (self._file.fileno(), len(buffer))
-            try:
-                moved = call(file, [buffer[:length]], position)
-            except OSError as error:
-                if file != self._direct or error.errno != errno.EINVAL:
-                    raise
-                self._is_direct = False  # the file system says so only now
-                continue
+            moved = call(file, [buffer], position)
             if moved == 0:
                 raise OSError(f"cannot read or write at byte {position}")
             buffer, position = buffer[moved:], position + moved
-
-    def _choose(self, position: int, length: int) -> tuple[int, int]:
-        """Return which file to use, and for how many bytes: only whole pages bypass the cache."""
-        if not self._is_direct or self._direct is None:
-            return self._file.fileno(), length
-        if position % PAGE_BYTES == 0 and length >= PAGE_BYTES:
-            return self._direct, length // PAGE_BYTES * PAGE_BYTES
-        return self._file.fileno(), min(length, PAGE_BYTES - position % PAGE_BYTES)
+        if hasattr(os, "posix_fadvise"):  # else it would fill the host's memory by another name, the page cache
+            os.posix_fadvise(file, start, length, os.POSIX_FADV_DONTNEED)
 
 
 def bytes_of(buffer: Tensor, start: int, length: int) -> memoryview:
@@ -132,29 +98,12 @@ def _reserve(file: int, start: int, length: int) -> OSError | None:
     return None
 
 
-def _open_direct(file: int) -> int | None:
-    """Open the same file once more, bypassing the page cache; ``None`` where that is not possible."""
-    if not hasattr(os, "O_DIRECT"):
-        return None
-    try:
-        return os.open(f"/proc/self/fd/{file}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        return None
-
-
 class DiskWorker(HostWorker):
-    """The thread, which closes the file when it ends; its copies and staging buffer: others' are not thread-safe."""
+    """The thread, which closes the file when it ends: one closed under a write may have become another file."""
 
     def __init__(self, file: DiskFile) -> None:
         self._file = file
-        self.copies: dict[Callable[[], Copies], Copies] = {}  # by what makes them, for each device
-        self.staging_buffer: Tensor | None = None
-        super().__init__("lightning_vram disk_path", on_end=self._clean_up)
-
-    def submit(self, job: Callable[[], None]) -> Ticket:
-        """Run without gradients; raises ``OffloadError`` after an error, or when it is stopped."""
-        self.check_alive()
-        return super().submit(torch.no_grad()(job))
+        super().__init__("lightning_vram disk_path", 1, on_end=file.close)
 
     def check(self) -> None:
         """Raise what went wrong in the thread."""
@@ -167,23 +116,12 @@ class DiskWorker(HostWorker):
     def check_alive(self) -> None:
         """Raise what went wrong in the thread, or that it is gone."""
         self.check()
-        if not self._end.alive or (self._thread.ident is not None and not self._thread.is_alive()):
+        if not self._end.alive or not self._thread.is_alive():
             raise OffloadError(f"{self._file.name}: already closed; the offloaded activations are gone.")
-
-    def _clean_up(self) -> None:
-        self.staging_buffer = None
-        self.copies.clear()
-        self._file.close()  # here: a file that is closed under a write may have become another one
-
-
-def make_staging(size: int, *, pin_memory: bool) -> Tensor:
-    """Return a staging buffer, which does not count as memory of the device."""
-    with without_dispatch():
-        return make_host_bytes(size, pin_memory=pin_memory)
 
 
 STAGING_BYTES = 8 * MIB  # of one buffer
-NUM_STAGING_BUFFERS = 4  # on the way out; the thread has one more for the way back
+NUM_STAGING_BUFFERS = 4  # on the way out; there is one more for the way back
 
 
 class DiskRing:
@@ -191,13 +129,15 @@ class DiskRing:
 
     def __init__(self, folder: str | os.PathLike[str], *, pin_memory: bool, staging_bytes: int = STAGING_BYTES) -> None:
         self._file = DiskFile(folder, "disk_path")
-        self._pin_memory = pin_memory
         self._staging_bytes = staging_bytes
-        self._num_buffers = 0
         self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        with without_dispatch():  # they do not count as memory of the device
+            for _ in range(NUM_STAGING_BUFFERS):
+                self._buffers.put(make_host_bytes(staging_bytes, pin_memory=pin_memory))
+            self._read_buffer = make_host_bytes(staging_bytes, pin_memory=pin_memory)
+        self._copies: dict[Callable[[], Copies], Copies] = {}  # of the thread: others' are not thread-safe
         self._space: ChunkedSpace[int] = ChunkedSpace()
-        self._worker = DiskWorker(self._file)
-        weakref.finalize(self, self._worker.stop, wait=False)
+        self._worker = DiskWorker(self._file)  # whose thread ends with it, so jobs must not hold the ring
 
     @property
     def total_bytes(self) -> int:
@@ -207,7 +147,7 @@ class DiskRing:
     @property
     def staging_bytes(self) -> int:
         """Host memory taken."""
-        return (self._num_buffers + (self._worker.staging_buffer is not None)) * self._staging_bytes
+        return (NUM_STAGING_BUFFERS + 1) * self._staging_bytes
 
     @property
     def num_blocks(self) -> int:
@@ -231,7 +171,7 @@ class DiskRing:
         return DiskBlock(self, block, extents)
 
     def close(self) -> None:
-        """End the thread after its jobs, and give file and buffers back."""
+        """End the thread after its jobs, and give the file back."""
         self._worker.stop()
 
     def _write_part(self, source: Tensor, position: int, copies: Copies, window_bytes: int) -> None:
@@ -239,7 +179,7 @@ class DiskRing:
         try:
             departure = copies.send(source, [buffer.narrow(0, 0, length)], window_bytes)
 
-            def write() -> None:  # must not hold the ring
+            def write() -> None:
                 try:
                     departure.wait()
                     file.write(bytes_of(buffer, 0, length), position)
@@ -252,10 +192,6 @@ class DiskRing:
             raise
 
     def _borrow_buffer(self) -> Tensor:
-        if self._buffers.empty() and self._num_buffers < NUM_STAGING_BUFFERS:
-            buffer = make_staging(self._staging_bytes, pin_memory=self._pin_memory)
-            self._num_buffers += 1
-            return buffer
         while True:
             self._worker.check_alive()
             with suppress(queue.Empty):
@@ -279,15 +215,14 @@ class DiskBlock:
     def read(self, target: Tensor, make_copies: Callable[[], Copies], moment: Any) -> H2DCopy:
         """Begin to read into ``target``, which was made before ``moment``; ``OffloadError`` after an error."""
         ring, extents = self._ring, self._extents
-        worker, file, size, pin_memory = ring._worker, ring._file, ring._staging_bytes, ring._pin_memory
+        file, buffer, known = ring._file, ring._read_buffer, ring._copies
         copied: list[H2DCopy] = []
 
-        def read() -> None:  # must hold neither the ring nor this object
-            if make_copies not in worker.copies:
-                worker.copies[make_copies] = make_copies()
-            if worker.staging_buffer is None:
-                worker.staging_buffer = make_staging(size, pin_memory=pin_memory)
-            copies, buffer, start = worker.copies[make_copies], worker.staging_buffer, 0
+        @torch.no_grad()
+        def read() -> None:  # must not hold this object
+            if make_copies not in known:
+                known[make_copies] = make_copies()
+            copies, start = known[make_copies], 0
             for position, length in extents:
                 file.read(bytes_of(buffer, 0, length), position)
                 copied[:] = [copies.fetch([buffer[:length]], target.narrow(0, start, length), moment)]
@@ -295,7 +230,8 @@ class DiskBlock:
                 start += length
             copies.settle()  # else they would hold the target until they are asked for the next
 
-        return _DiskH2DCopy(worker.submit(read), copied)
+        ring._worker.check_alive()
+        return _DiskH2DCopy(ring._worker.submit(read), copied)
 
 
 @dataclass(eq=False)

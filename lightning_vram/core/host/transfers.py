@@ -265,20 +265,18 @@ class Ticket:
 class HostWorker:
     """One thread for jobs in order. After an error it drops all later jobs, and every later call raises that error.
 
-    ``num_threads``: of PyTorch in a job; ``None``: as elsewhere. ``on_end`` is called in the thread when it ends.
+    ``num_threads``: of PyTorch in a job. ``on_end`` is called in the thread when it ends.
     """
 
-    def __init__(self, name: str, num_threads: int | None = None, *, on_end: Callable[[], None] | None = None) -> None:
+    def __init__(self, name: str, num_threads: int, *, on_end: Callable[[], None] = lambda: None) -> None:
         self._errors: list[BaseException] = []
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None] = queue.SimpleQueue()
         started, num_before = threading.Event(), torch.get_num_threads()
         args = (self._jobs, self._errors, started, num_threads, on_end)
         self._thread = threading.Thread(target=_work, args=args, name=name, daemon=True)
-        self._on_end = on_end
-        if num_threads is not None:
-            self._thread.start()
-            started.wait()
-            torch.set_num_threads(num_before)  # what the thread set counts for all that are made later
+        self._thread.start()
+        started.wait()
+        torch.set_num_threads(num_before)  # what the thread set counts for all that are made later
         self._end = weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Callable[[], None]) -> Ticket:
@@ -289,8 +287,6 @@ class HostWorker:
             job()
             ticket._is_done.set()
             return ticket
-        if self._thread.ident is None:
-            self._thread.start()
         self._jobs.put((job, ticket))
         return ticket
 
@@ -323,13 +319,10 @@ class HostWorker:
         while self._thread.is_alive() and not ticket.is_done:
             ticket._is_done.wait(PATIENCE_SECONDS)
 
-    def stop(self, *, wait: bool = True) -> None:
+    def stop(self) -> None:
         """End the thread after what it has to do."""
-        if self._end.detach():
-            self._jobs.put(None)
-            if self._thread.ident is None and self._on_end is not None:
-                self._on_end()
-        if wait and self._thread.ident is not None and self._thread is not threading.current_thread():
+        self._end()
+        if self._thread is not threading.current_thread():
             self._thread.join()
 
 
@@ -337,12 +330,11 @@ def _work(
     jobs: "queue.SimpleQueue[tuple[Callable[[], None], Ticket] | None]",
     errors: list[BaseException],
     started: threading.Event,
-    num_threads: int | None,
-    on_end: Callable[[], None] | None,
+    num_threads: int,
+    on_end: Callable[[], None],
 ) -> None:
-    if num_threads is not None:
-        torch.get_num_threads()  # else the first operator would set what all threads have
-        torch.set_num_threads(num_threads)
+    torch.get_num_threads()  # else the first operator would set what all threads have
+    torch.set_num_threads(num_threads)
     started.set()
     while (item := jobs.get()) is not None:
         job, ticket = item
@@ -354,5 +346,4 @@ def _work(
         finally:
             ticket._is_done.set()
         del item, job, ticket  # else they would live until the next comes
-    if on_end is not None:
-        on_end()
+    on_end()

@@ -245,9 +245,9 @@ class LowBitTensor(Tensor):
         names, _ = self.__tensor_flatten__()
         return sum(getattr(self, name).nbytes for name in names)
 
-    def decode(self, out: Tensor | None = None) -> Tensor:
-        """Return the values, in new memory, or in that of a flat float32 tensor."""
-        out = self.records.new_empty(self.numel(), dtype=torch.float32) if out is None else out
+    def decode(self) -> Tensor:
+        """Return the values, in new memory."""
+        out = self.records.new_empty(self.numel(), dtype=torch.float32)
         native = native_codecs(out, self.records)
         if native is None:
             values = decode_rows(self.records, self.bits, is_positive=self.is_positive)

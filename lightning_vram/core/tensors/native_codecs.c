@@ -181,49 +181,14 @@ INLINE void step_some(float *weights, const float *gradient, void *average, void
   else step_low_bit(weights, gradient, (uint8_t *)average + record, (uint8_t *)square + record, count, by, bits);
 }
 
-// codecs.seed_of: `salt` is the place of the moment in MOMENTS.
-INLINE uint32_t seed_of(uint32_t step, uint32_t number, uint32_t salt) {
-  uint32_t bits = step * 0x9E3779B1u + number * 0x85EBCA77u + salt * 0xC2B2AE3Du;
-  bits = (bits ^ bits >> 16) * 0x7FEB352Du;
-  bits = (bits ^ bits >> 15) * 0x846CA68Bu;
-  return (bits ^ bits >> 16) & 0xFFFFu;
-}
-
-typedef struct { // a parameter, or a part of one that begins with a row
-  float *weights;
-  const float *gradient;
-  void *average, *square;
-  int64_t count, group, parameter, place; // of its first number in the whole parameter
-} Item;
-
-// Steps of items in one call, with moments in so many bits. Settings of each group: 1 - lr * weight_decay, 1 - beta1,
-// beta2, 1 - beta2, the root of the second correction, eps, minus lr divided by the first correction. `steps`: how many
-// there were before, for each group. `ends`: of the portions of each item, counted over all.
-void step_adamw(const Item *items, const int64_t *ends, int64_t num_items, int bits, const float *settings,
-                const int64_t *steps, int threads) {
-  const int64_t num_portions = num_items ? ends[num_items - 1] : 0;
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-  for (int thread = 0; thread < threads; thread++) {
-    const int64_t stop = num_portions * (thread + 1) / threads;
-    int64_t portion = num_portions * thread / threads, low = 0, high = num_items;
-    while (low < high) { // to the item of the first portion
-      const int64_t middle = (low + high) / 2;
-      if (ends[middle] <= portion) low = middle + 1;
-      else high = middle;
-    }
-    for (; portion < stop; portion++) {
-      while (portion >= ends[low]) low++;
-      const Item *item = items + low;
-      const int64_t at = (portion - (low ? ends[low - 1] : 0)) * PORTION;
-      const float *own = settings + 7 * item->group;
-      const Settings by = {own[0], own[1], own[2], own[3], own[4], own[5], own[6]};
-      const uint32_t step = (uint32_t)steps[item->group], parameter = (uint32_t)item->parameter;
-      const uint32_t first = (uint32_t)item->place * STRIDE;
-      const uint32_t draws[2] = {first + seed_of(step, parameter, 0), first + seed_of(step, parameter, 1)};
-      step_some(item->weights + at, item->gradient + at, item->average, item->square, at, least(PORTION, item->count - at),
-                by, bits, draws);
-    }
-  }
+// Settings: 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, the root of the second correction, eps, minus lr divided
+// by the first correction. `draws`: of the first number, for each moment.
+void step_adamw(float *weights, const float *gradient, void *average, void *square, int64_t count, int bits,
+                const float *settings, const uint32_t *draws, int threads) {
+  const Settings by = {settings[0], settings[1], settings[2], settings[3], settings[4], settings[5], settings[6]};
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t at = 0; at < count; at += PORTION)
+    step_some(weights + at, gradient + at, average, square, at, least(PORTION, count - at), by, bits, draws);
 }
 
 INLINE float joined(uint16_t upper, int16_t lower) {

@@ -10,13 +10,12 @@ import os
 import shutil
 import subprocess
 import tempfile
-import threading
-from array import array
 from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,13 +26,11 @@ from lightning_vram.private_names.dispatcher import FakeTensor, without_dispatch
 PATIENCE = 2**29  # numbers that operators code before anything is compiled: it takes them about as long
 LANES = 16  # of the widest vectors; torch's kernel rounds a remainder differently
 LEAST = 2**12  # fewer numbers at once are left to operators
-COLUMNS = 8  # of an item of a step
-_PORTION = 16384  # PORTION in the source
 _SOURCE = Path(__file__).with_suffix(".c")
 _OPTIONS = (("-march=native", "-fopenmp"), ("-march=native",))  # the first that works
 _SIGNATURES = {
     "round_by_place": (c_void_p, c_void_p, c_int64, c_uint32, c_int),
-    "step_adamw": (c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int),
+    "step_adamw": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int),
     "step_split": (
         *(c_void_p, c_void_p, c_void_p, c_int, c_float, c_void_p, c_void_p, c_int64, c_int, c_void_p, c_void_p),
         *(c_void_p, c_void_p, c_int64, c_void_p, c_int),
@@ -86,19 +83,16 @@ class NativeCodecs:
         size, places = (records.shape[1] - 4) * 8 // bits, (numbers.data_ptr(), records.data_ptr())
         self._library.encode_low_bit(*places, numbers.numel(), bits, is_positive, size, torch.get_num_threads())
 
-    def step_adamw(self, steps: Sequence[AdamWStep], items: "array[int]", bits: int) -> None:
-        """Step flat float32 weights, all in one call, with moments of ``bits``: float32, bf16, or records.
+    def step_adamw(
+        self, step: AdamWStep, tensors: Sequence[Tensor], bits: int, draws: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Step flat float32 weights, with moments in so many ``bits``: float32, bf16, or records.
 
-        ``items``: :data:`COLUMNS` integers for each parameter or part of one: addresses of weights, gradient and both
-        moments, how many numbers they have, which of ``steps`` it is, and, for stochastic rounding, the number of the
-        parameter and the place of the first weight in it.
+        ``tensors``: weights, gradient, and both moments, rounded by ``draws``.
         """
-        counts, num_items = items[4::COLUMNS], len(items) // COLUMNS
-        ends = array("q", accumulate(-(-count // _PORTION) for count in counts))
-        settings = (c_float * (7 * len(steps)))(*chain.from_iterable(step.numbers() for step in steps))
-        numbers = (c_int64 * len(steps))(*(step.number - 1 for step in steps))  # as before the step
-        places = items.buffer_info()[0], ends.buffer_info()[0]
-        self._library.step_adamw(*places, num_items, bits, settings, numbers, torch.get_num_threads())
+        settings, both = (c_float * 7)(*step.numbers()), (c_uint32 * 2)(*draws)
+        places, count = (one.data_ptr() for one in tensors), tensors[0].numel()
+        self._library.step_adamw(*places, count, bits, settings, both, torch.get_num_threads())
 
     def step_split(
         self,
@@ -108,7 +102,7 @@ class NativeCodecs:
         draws: tuple[int, int] = (0, 0),
         *,
         factor: float = 1.0,
-        odd: tuple[Tensor, Tensor] | None = None,
+        odd: tuple[Any, Tensor],
     ) -> tuple[Tensor, Tensor]:
         """Step flat weights that are split into bf16 weights and a 16-bit remainder; return the new ``odd``.
 
@@ -118,12 +112,11 @@ class NativeCodecs:
         """
         upper, lower, gradient, average, square = tensors
         settings, both = (c_float * 7)(*step.numbers()), (c_uint32 * 2)(*draws)
-        places, halves = (None, None) if odd is None else (odd[0].data_ptr(), odd[1].data_ptr())
         found = torch.empty(upper.numel(), 2, dtype=torch.int32, device="cpu")  # memory that nobody touches
         num_found = self._library.step_split(
             *(upper.data_ptr(), lower.data_ptr(), gradient.data_ptr(), gradient.dtype == torch.bfloat16, factor),
             *(average.data_ptr(), square.data_ptr(), upper.numel(), bits, settings, both),
-            *(places, halves, 0 if odd is None else odd[0].numel(), found.data_ptr(), torch.get_num_threads()),
+            *(odd[0].data_ptr(), odd[1].data_ptr(), odd[0].numel(), found.data_ptr(), torch.get_num_threads()),
         )
         return found[:num_found, 0].clone(), found[:num_found, 1].to(torch.int16)
 
@@ -133,15 +126,10 @@ class NativeCodecs:
         count, step = 2**16, AdamWStep(7, 1e-2, (0.9, 0.999), 1e-8, 0.1)
         with without_dispatch(), torch.no_grad():
             made = torch.empty(4, count, dtype=torch.float32, device="cpu").normal_(generator=generator)
-            *numbers, spread = made[0], made[1], made[2], made[3].mul_(3).sub_(5).exp_()
-            bits = numbers[0].view(torch.int32).bitwise_or_(1)  # none is odd
-            upper = numbers[0].bfloat16()
-            lower = (bits - upper.float().view(torch.int32)).short()
-            theirs = [numbers[0], numbers[1] * spread, numbers[2] * spread, spread.square()]
+            spread = made[3].mul_(3).sub_(5).exp_()
+            theirs = [made[0], made[1] * spread, made[2] * spread, spread.square()]
             ours = [tensor.clone() for tensor in theirs]
-            split = [upper, lower, *(tensor.clone() for tensor in theirs[1:])]
-            self.step_adamw([step], array("q", [*(one.data_ptr() for one in ours), count, 0, 0, 0]), 32)
-            places, halves = self.step_split(step, split, 32)
+            self.step_adamw(step, ours, 32)  # the other one has the same arithmetic
             weights, gradients, averages, squares = ([tensor] for tensor in theirs)
             counts = [torch.tensor(step.number - 1.0, dtype=torch.float32, device="cpu")]
             adamw(
@@ -155,30 +143,21 @@ class NativeCodecs:
                 eps=step.eps,
                 maximize=False,
             )
-            joined = upper.float().view(torch.int32).add_(lower.int())
-            joined[places.long()] = halves.int() << 16 | lower[places.long()].int() & 0xFFFF
-            found = [*ours, joined.view(torch.float32), upper, *split[3:]]
-            return all(map(torch.equal, found, [*theirs, theirs[0], theirs[0].bfloat16(), *theirs[2:]]))
+            return all(map(torch.equal, ours, theirs))
 
 
-class _Supply:
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_coded, self._is_tried = 0, False
-        self._codecs: NativeCodecs | None = None
-
-    def ask(self, count: int) -> NativeCodecs | None:
-        """Return them to code so many numbers; ``None`` as long as operators do it."""
-        if not self._is_tried:
-            with self._lock:
-                self._num_coded += count
-                if self._num_coded > PATIENCE and not self._is_tried:
-                    self._codecs = compile_codecs()
-                    self._is_tried = True
-        return self._codecs
+_num_coded = [0]
 
 
-_supply = _Supply()
+def _ask(count: int) -> NativeCodecs | None:
+    """Return them to code so many numbers; ``None`` as long as operators do it."""
+    _num_coded[0] += count
+    return _compile_once() if _num_coded[0] > PATIENCE else None
+
+
+@cache
+def _compile_once() -> NativeCodecs | None:
+    return compile_codecs()
 
 
 def native_codecs(numbers: Tensor, *others: Tensor) -> NativeCodecs | None:
@@ -186,12 +165,12 @@ def native_codecs(numbers: Tensor, *others: Tensor) -> NativeCodecs | None:
     count = numbers.numel()
     if count < LEAST or not is_codable(numbers, *others):
         return None
-    return _supply.ask(count * len(others))
+    return _ask(count * len(others))
 
 
 def native_step(count: int) -> NativeCodecs | None:
     """Return codecs that step AdamW as torch does, for so many numbers; ``None`` if there are none."""
-    native = _supply.ask(count)
+    native = _ask(count)
     return native if native is not None and native.has_step else None
 
 

@@ -55,8 +55,8 @@ def take_turns(disk: StreamedStates, *, is_write: bool) -> None:
     buffers = [memoryview(mmap.mmap(-1, RUN_BYTES)) for _ in range(NUM_THREADS)]
 
     def move(thread: int) -> None:
-        for position in range(thread * RUN_BYTES, disk._places.total_bytes, NUM_THREADS * RUN_BYTES):
-            run = buffers[thread][: disk._places.total_bytes - position]
+        for position in range(thread * RUN_BYTES, disk._file.num_bytes, NUM_THREADS * RUN_BYTES):
+            run = buffers[thread][: disk._file.num_bytes - position]
             file.write(run, position) if is_write else file.read(run, position)
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
@@ -81,14 +81,14 @@ def measure(options: Options) -> Iterator[Row]:
         seconds[name] = [time_call(run) for _ in range(repeats + 1)][1:]
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     for name, median in medians.items():
-        moved = 0 if name == "in memory" else disk._places.total_bytes * (1 if name in ("read", "write") else 2)
+        moved = 0 if name == "in memory" else disk._file.num_bytes * (1 if name in ("read", "write") else 2)
         rate = {"rate_of_disk": (medians["read"] + medians["write"]) / median} if name.startswith("st") else {}
         yield {
             "workload": f"AdamW, {num_parameters} x 16 M weights",
             "variant": name,
             "by": "ours" if name.startswith("st") else "plain",
-            "file_bytes": disk._places.total_bytes,
-            "ring_bytes": sum(one.nbytes for one in disk._pipeline._buffers),
+            "file_bytes": disk._file.num_bytes,
+            "ring_bytes": sum(one.nbytes for one in disk._buffers),
             **compare_seconds(seconds[name], seconds["in memory"]),
             "gb_per_second": moved / median / 1e9,
             **rate,

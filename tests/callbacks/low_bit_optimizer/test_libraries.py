@@ -111,7 +111,7 @@ def test_a_kernel_steps_moments_in_its_own_form(fit, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", fake)
     monkeypatch.setattr(library_moments, "find_spec", lambda name: name)
-    monkeypatch.setattr(library_moments.BitsandbytesForm, "why_not", lambda self, optimizer: None)  # for a CPU
+    monkeypatch.setattr(library_moments.LibraryForm, "why_not", lambda self, optimizer: None)  # for a CPU
     library_moments._map_of.cache_clear()
     check_steps_and_checkpoints(fit, "bitsandbytes", 8, ADAMW, tmp_path)
     library_moments._map_of.cache_clear()

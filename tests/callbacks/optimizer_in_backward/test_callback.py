@@ -264,7 +264,7 @@ class Stepping(Grouped):
             group["lr"] = 1e-3 * (batch_idx + 1)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
 
 
 class Hooked(Grouped):
@@ -280,25 +280,6 @@ class Hooked(Grouped):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.optimizers().param_groups[0]["weight_decay"] = 0.3 * batch_idx
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
-
-
-class Zeroing(Grouped):
-    """Gradients become zeros; one is there in some batches only, and the smallest parameter is frozen."""
-
-    def configure_optimizers(self) -> Any:
-        configured = super().configure_optimizers()
-        small = configured["optimizer"].param_groups[1]["params"]
-        min(small, key=torch.numel).requires_grad_(False)
-        self.extra = nn.Parameter(torch.ones(7))
-        configured["optimizer"].add_param_group({"params": [self.extra]})
-        return configured
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return loss + self.extra.square().sum() if batch_idx % 2 == 0 else loss
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=False)
 
 
 class Shrinking(Grouped):
@@ -336,7 +317,7 @@ def halve(parameter: nn.Parameter) -> None:
     parameter.grad.mul_(0.5)
 
 
-@pytest.mark.parametrize("make", [Zeroing, Shrinking, LateHooks])
+@pytest.mark.parametrize("make", [Shrinking, LateHooks])
 def test_what_the_user_does_to_gradients_and_groups_counts(make, assert_same):
     assert_same(make)
 

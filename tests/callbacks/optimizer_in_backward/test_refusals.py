@@ -81,6 +81,11 @@ class ZeroesNow(Layers):
             optimizer.zero_grad()
 
 
+class Zeros(Layers):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
 class AfterBackward(Layers):
     def on_after_backward(self) -> None:
         pass
@@ -230,11 +235,11 @@ def test_what_only_the_reducer_of_ddp_can_do_is_refused(option, reason, make_tra
     leave_group()
 
 
-@pytest.mark.parametrize("kind", [Decays, ZeroesNow])
+@pytest.mark.parametrize("kind", [Decays, ZeroesNow, Zeros])
 def test_zeroing_that_leaves_gradients_is_refused(kind, make_trainer):
     message = (
-        "OptimizerInBackward does not work with an optimizer_zero_grad that leaves gradients: they are used up by "
-        "then. Call optimizer.zero_grad() in there, or leave OptimizerInBackward out."
+        "OptimizerInBackward does not work with an optimizer_zero_grad that leaves gradients or zeros: they are used "
+        "up by then. Call optimizer.zero_grad() in there, or leave OptimizerInBackward out."
     )
     assert_refused(make_trainer(callbacks=[OptimizerInBackward()]), kind(num_batches=2), message)
 

@@ -15,15 +15,13 @@ from torch import Tensor, nn, optim
 from lightning_vram.core.host import disk as disk_file
 from lightning_vram.memory.units import MIB, format_bytes
 from lightning_vram.optimizers import on_disk
-from lightning_vram.optimizers.moment_forms import StateLayout
-from lightning_vram.optimizers.on_disk import StatePlaces, StreamedStates
+from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.step_loop import Part
 from lightning_vram.optimizers.step_round import StepRound, iterate_parameters
 
 pytestmark = pytest.mark.timeout(60)
 
 SIZES = (9001, 1, 700, 0, 4096, 17, 12_295, 3)
-ADAM = StateLayout((("exp_avg", torch.float32), ("exp_avg_sq", torch.float32)), ("step",))
 CASES = {  # five steps of all others are in optimizer_table.txt
     "AdamW": (optim.AdamW, {}),
     "Adam, amsgrad": (optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
@@ -131,24 +129,6 @@ def test_chunks_are_parts_of_large_parameters_and_several_small_ones(tmp_path, m
     ]
 
 
-def test_neighbours_are_one_run_of_bytes() -> None:
-    places = StatePlaces([100, 3, 5000, 10], [ADAM] * 4)
-    (chunk,) = places.plan([0, 1, 2, 3], 2**20)
-    assert [(extent.position, extent.length, extent.offset) for extent in chunk.extents] == [(0, places.total_bytes, 0)]
-    apart = places.plan([0, 3], 2**20)[0].extents
-    assert len(apart) == 2
-
-
-def test_no_order_makes_a_chunk_larger_than_a_buffer() -> None:
-    sizes = [1, 300, 2, 5000] * 50
-    places = StatePlaces(sizes, [ADAM] * 200)
-    for work in (range(200), range(199, -1, -1), range(0, 200, 2)):
-        chunks = places.plan(work, 8192)
-        assert max(chunk.num_bytes for chunk in chunks) <= places.buffer_bytes(8192)
-        assert max(chunk.num_elements for chunk in chunks) <= 8192
-        assert sum(chunk.num_elements for chunk in chunks) == sum(sizes[index] for index in work)
-
-
 def test_any_order_and_any_part_of_the_parameters_can_be_stepped(tmp_path) -> None:
     streamed, reference = make_pair(tmp_path, "Adam, amsgrad")
     theirs = reference.param_groups[0]["params"]
@@ -250,7 +230,7 @@ def test_memory_is_the_ring_and_nothing_else(tmp_path, monkeypatch) -> None:
     streamed = Streamed(tmp_path, optim.AdamW(make_parameters([2**22, 2**22])))
     give_gradients(streamed.parameters, 0)
     disk, plain = streamed.states, on_disk.step_parts
-    assert disk._places.total_bytes == 64 * MIB
+    assert disk._file.num_bytes == 64 * MIB
     before, seen = anonymous_bytes(), []
 
     def step(step_round: StepRound, parts: Sequence[Part]) -> None:
@@ -260,7 +240,7 @@ def test_memory_is_the_ring_and_nothing_else(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(on_disk, "step_parts", step)
     for _ in range(3):
         streamed.step()
-    assert 1.5 * MIB <= sum(one.nbytes for one in disk._pipeline._buffers) <= 1.6 * MIB
+    assert 1.5 * MIB <= sum(one.nbytes for one in disk._buffers) <= 1.6 * MIB
     assert max(seen) - before <= 6 * MIB  # threads and Python take some
     states = streamed.optimizer.state.values()
     assert all(
@@ -455,98 +435,3 @@ def test_a_disk_that_moves_nothing_is_broken(tmp_path, monkeypatch, call: str) -
     monkeypatch.setattr(disk_file.os, call, lambda *_: 0)
     with pytest.raises(RuntimeError, match=r"\(cannot read or write at byte 0\)"):
         streamed.step()
-
-
-def test_buffers_begin_with_a_page() -> None:
-    for size in (1, 5000):
-        buffer = on_disk.empty_on_own_pages(size, torch.uint8)
-        assert buffer.data_ptr() % 4096 == 0
-        assert buffer.numel() == size
-
-
-def test_buffers_stay_whole_when_the_process_forks() -> None:
-    """What is read past the page cache while a process forks goes to one of the two only."""
-    buffer, is_ours = on_disk.empty_on_own_pages(5000, torch.uint8), False
-    maps = Path("/proc/self/smaps").read_text().splitlines()
-    for line in maps:
-        head = line.split()[0]
-        if "-" in head:
-            start, end = (int(bound, 16) for bound in head.split("-"))
-            is_ours = start <= buffer.data_ptr() < end
-        elif is_ours and head == "VmFlags:":
-            assert "dc" in line.split()  # do not copy
-            return
-    pytest.fail("the buffer is nowhere")
-
-
-@pytest.fixture
-def long_sizes(monkeypatch) -> tuple[int, ...]:
-    """Runs long enough to go past the page cache: here some pages are."""
-    monkeypatch.setattr(disk_file, "_MIN_DIRECT_BYTES", 8192)
-    monkeypatch.setattr(on_disk, "CHUNK_ELEMENTS", 16_384)
-    return (50_001, 7, 40_003, 12_000, 5)
-
-
-def make_long_pair(tmp_path: Path, sizes: Sequence[int]) -> tuple[Streamed, optim.Optimizer]:
-    streamed = Streamed(tmp_path, optim.AdamW(make_parameters(sizes), lr=0.01))
-    return streamed, optim.AdamW(make_parameters(sizes), lr=0.01)
-
-
-def test_whole_pages_go_past_the_page_cache_and_the_rest_through_it(tmp_path, monkeypatch, long_sizes) -> None:
-    streamed, reference = make_long_pair(tmp_path, long_sizes)
-    if not streamed.states._file._is_direct:
-        pytest.skip("needs a file system with O_DIRECT")
-    moved = {True: 0, False: 0}
-
-    def count(call: str) -> None:
-        plain = getattr(os, call)
-
-        def counted(file: int, views: list[memoryview], at: int) -> int:
-            moved[file == streamed.states._file._direct] += len(views[0])
-            return plain(file, views, at)
-
-        monkeypatch.setattr(disk_file.os, call, counted)
-
-    count("preadv")
-    count("pwritev")
-    step_both(streamed, reference, range(4))
-    assert streamed.states._file._is_direct  # nobody objected
-    assert moved[True] > 0.9 * sum(moved.values())
-    assert sum(moved.values()) == pytest.approx(
-        7 * streamed.states._places.total_bytes, rel=0.001
-    )  # the first step reads nothing
-    assert_same(streamed, reference)
-
-
-def test_views_and_steps_past_the_page_cache_agree(tmp_path, long_sizes) -> None:
-    streamed, reference = make_long_pair(tmp_path, long_sizes)
-    for seed in range(4):
-        step_both(streamed, reference, [seed])
-        assert_same(streamed, reference)
-        for optimizer in (streamed.optimizer, reference):
-            for state in optimizer.state.values():
-                state["exp_avg"].mul_(0.5)
-                state["exp_avg_sq"].add_(1.0)
-
-
-def test_a_file_system_that_cannot_go_past_the_page_cache_goes_through_it(tmp_path, monkeypatch, long_sizes) -> None:
-    streamed, reference = make_long_pair(tmp_path, long_sizes)
-    preadv = os.preadv
-
-    def refuse(file: int, views: list[memoryview], at: int) -> int:
-        if file == streamed.states._file._direct:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return preadv(file, views, at)
-
-    monkeypatch.setattr(disk_file.os, "preadv", refuse)
-    step_both(streamed, reference, range(3))
-    assert not streamed.states._file._is_direct
-    assert_same(streamed, reference)
-
-
-def test_a_system_that_cannot_open_files_so_goes_through_the_page_cache(tmp_path, monkeypatch, long_sizes) -> None:
-    monkeypatch.setattr(disk_file.os, "O_DIRECT", 1 << 30, raising=False)
-    monkeypatch.setattr(disk_file.os, "open", lambda *_: (_ for _ in ()).throw(OSError(errno.EINVAL, "no")))
-    assert disk_file._open_direct(0) is None
-    monkeypatch.delattr(disk_file.os, "O_DIRECT")
-    assert disk_file._open_direct(0) is None
