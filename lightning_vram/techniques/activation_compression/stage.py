@@ -7,9 +7,9 @@ a bounded error, for chosen layers: activations in bf16, fp8 or int8.
 Cost: a Python call per operator and per saved tensor, and one pass over what is encoded and decoded. No gain: a ReLU in
 place, in front of a convolution, which saves the values anyway, or inside another stage; what a
 ``torch.autograd.Function`` holds in attributes, what ``torch.func`` transforms, compiled code and the user's own
-saved-tensor hooks save. Memory that the model itself keeps alive is not freed: the bits are stored in addition. A write
-that PyTorch does not see (NumPy, a custom kernel) after a save does not reach the backward, and neither does a write to
-``.data`` after the stage was left; between two saves of one tensor it is noticed on the CPU only.
+saved-tensor hooks save. Memory that the model itself keeps alive is not freed: the bits are stored in addition. What is
+encoded is a snapshot: a write after the save that counts no version (``.data``, NumPy, a custom kernel) does not reach
+the backward; between two saves of one tensor, one that PyTorch does not see is noticed on the CPU only.
 ``grad_fn._saved_result`` of a ReLU shows ones and zeros.
 """
 
@@ -67,14 +67,9 @@ class CompressionReport:
 class _Memory:
     """What is known of a storage of which something was saved."""
 
-    num_writes: int = 0  # seen since, also those that autograd does not count
     made: list[weakref.ref[EncodedStorage]] = field(default_factory=list)  # of it, in any state; the newest first
     whole_state: Any = None  # in which it was left as it is
     is_whole: bool = False  # counted in full
-
-    def state(self, tensor: Tensor) -> tuple[int, int, int]:
-        """Return what changes as somebody writes to ``tensor``, on this memory, or uses it on another stream."""
-        return version_of(tensor), self.num_writes, stream_id(tensor.device)
 
     def encodings(self, state: tuple[int, int, int] | None = None) -> list[EncodedStorage]:
         """Return those in use, made in this ``state`` or, if it is ``None``, in any."""
@@ -131,7 +126,7 @@ class CompressionStage(SavedTensorStage):
             stack.callback(end)
         if self._layers is not None:
             stack.enter_context(self._layers.watching())
-        self._notes.buffers, self._notes.listener = frozenset(self._buffers), self
+        self._notes.buffers, self._notes.on_exact_argument = frozenset(self._buffers), self._give_up_lossy
         stack.enter_context(self._notes)
         return self._notes
 
@@ -142,26 +137,16 @@ class CompressionStage(SavedTensorStage):
         super().__exit__(*error)
 
     @hide_from_dynamo
-    def on_exact_argument(self, tensor: Tensor) -> None:
-        """Give up what was made of ``tensor`` with a loss."""
+    def _give_up_lossy(self, tensor: Tensor) -> None:
+        """Give up what was made of ``tensor`` with a loss: a backward will need it exactly, if it saved it."""
         memory = self._memories.find(tensor)
-        if memory is not None and any(made.kind == self._lossy for made in memory.encodings(memory.state(tensor))):
+        if memory is not None and any(made.kind == self._lossy for made in memory.encodings(self._state(tensor))):
             with torch.no_grad(), without_autocast():
                 self._leave(elements_of(alias(tensor)), memory)
 
-    @hide_from_dynamo
-    def on_write(self, target: Tensor, *, is_certain: bool) -> None:
-        """Give up what was made of ``target``: plain autograd finds what is written there, or refuses it."""
-        memory = self._memories.find(target)
-        if memory is None:
-            return
-        memory.num_writes += 1
-        encodings = memory.encodings() if is_certain else []
-        if encodings or self._is_pending(memory):
-            self._keep_whole(memory, target.untyped_storage().nbytes())
-        for made in encodings:
-            elements = torch.empty(0, dtype=made.dtype, device=target.device).set_(target.untyped_storage())
-            self.report.kept_bytes -= made.give_up(partial(elements_of, elements))
+    def _state(self, tensor: Tensor) -> tuple[int, int, int]:
+        """Return what changes as somebody writes to the memory of ``tensor``, or uses it on another stream."""
+        return version_of(tensor), self._notes.writes.count(tensor), stream_id(tensor.device)
 
     @override
     def take(self, tensor: Tensor) -> StoredTensor | None:
@@ -195,7 +180,7 @@ class CompressionStage(SavedTensorStage):
         return is_number and is_large and not self._notes.is_exact(tensor) and not _is_input_of_checkpoint()
 
     def _find_shared(self, tensor: Tensor, memory: _Memory, *, is_lossy: bool) -> EncodedStorage | None:
-        for made in memory.encodings(memory.state(tensor)):
+        for made in memory.encodings(self._state(tensor)):
             if made.kind != "signs" and (is_lossy or made.kind != self._lossy):
                 return made if made.still_holds(tensor) else None
         return None
@@ -209,7 +194,7 @@ class CompressionStage(SavedTensorStage):
                 return partial(shrink_indices, largest=largest), "indices"
             if tensor.device.type == "cpu" and self._notes.may_be_two_valued(tensor):
                 return pack_two_values, "two values"
-        if is_lossy and self._lossy is not None and memory.whole_state != memory.state(tensor):
+        if is_lossy and self._lossy is not None and memory.whole_state != self._state(tensor):
             return partial(encode_lossy, to=self._lossy, block_size=self._block_size), self._lossy
         return None, ""
 
@@ -221,7 +206,7 @@ class CompressionStage(SavedTensorStage):
         if encoding is None or encoding.num_bytes >= tensor.untyped_storage().nbytes():
             return None
         encoding = encoding._replace(pieces=[self.hand_on(piece) or piece for piece in encoding.read()])
-        made = EncodedStorage(tensor, kind, memory.state(tensor), encode, encoding)
+        made = EncodedStorage(tensor, kind, self._state(tensor), encode, encoding)
         memory.made = [weakref.ref(made), *map(weakref.ref, memory.encodings())]
         if kind == self._lossy and self.keeps_exact:
             elements = elements_of(alias(tensor))
@@ -263,7 +248,7 @@ class CompressionStage(SavedTensorStage):
     def _leave(self, tensor: Tensor, memory: _Memory) -> StoredTensor | None:
         """Leave a tensor as it is; what was made of its memory before is given up for it."""
         handed = self.hand_on(tensor)
-        memory.whole_state = memory.state(tensor)
+        memory.whole_state = self._state(tensor)
         num_bytes = tensor.untyped_storage().nbytes()
         for made in memory.encodings(memory.whole_state) if memory.made else ():
             if made.dtype is not tensor.dtype:

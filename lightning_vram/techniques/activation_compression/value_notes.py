@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.core.hooks import count_foreach_writes
+from lightning_vram.core.hooks import SeenWrites, count_foreach_writes
 from lightning_vram.core.operators import (
     LARGEST_INDEX,
     exact_arguments,
@@ -56,8 +56,9 @@ class ValueNotes(OperatorSubscriber):
         self._notes_exact = notes_exact  # whether to note, too, what must not be stored with an error
         self._notes: ByStorage[_Note] = ByStorage()
         self._last_clone: weakref.ref[Tensor] | None = None
-        self.listener: Any = None
-        """Hears of tensors that are about to be written to, and that a backward will need exactly, if it saved them."""
+        self.writes = SeenWrites()
+        self.on_exact_argument: Callable[[Tensor], None] | None = None
+        """Called with tensors that a backward will need exactly, if it saved them."""
         self.buffers: frozenset[int] = frozenset()
         """Addresses of the storages of weights that are no parameters."""
         # What must not get an error. What is made of statistics element by element (``std.clamp(min=eps)``) is one,
@@ -66,7 +67,8 @@ class ValueNotes(OperatorSubscriber):
 
     def clear(self) -> None:
         """Forget everything."""
-        self.listener = None
+        self.on_exact_argument = None
+        self.writes.clear()
         self._notes.clear()
         self._is_weight.clear()
 
@@ -95,11 +97,10 @@ class ValueNotes(OperatorSubscriber):
         if type(tensor) in PLAIN_TYPES:
             self._notes.note(tensor, _Note(tensor.dtype, version, largest))
 
-    def _note_write(self, targets: Iterable[Tensor], *, is_certain: bool = True) -> None:
+    def _note_write(self, targets: Iterable[Tensor]) -> None:
         for target in targets:
             self._notes.drop(target)
-            if self.listener is not None:
-                self.listener.on_write(target, is_certain=is_certain)
+            self.writes.add(target)
 
     # Handlers. Each runs the operator and returns what it returns.
 
@@ -131,9 +132,8 @@ class ValueNotes(OperatorSubscriber):
 
     def _foreign(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Operators of extensions, which may write without saying so."""
-        self._note_write(iterate_written(func, args, kwargs))
         tensors = list(iterate_tensors((*args, *(kwargs or {}).values())))
-        self._note_write(tensors, is_certain=False)
+        self._note_write(tensors)
         for tensor in tensors:
             self._is_weight.drop(tensor)
         return self.run(func, (), args, kwargs)
@@ -141,12 +141,12 @@ class ValueNotes(OperatorSubscriber):
     def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Any operator, where what is exact is noted."""
         wanted = exact_arguments(func)
-        if wanted is not None and self.listener is not None and torch.is_grad_enabled():
+        if wanted is not None and self.on_exact_argument is not None and torch.is_grad_enabled():
             target = args[0] if written_arguments(func) else None
             for tensor in wanted(args, kwargs):
                 clone = self._last_clone() if tensor is target and self._last_clone is not None else tensor
                 if clone is not None and clone.shape == tensor.shape:  # in place: autograd has saved a copy
-                    self.listener.on_exact_argument(clone)
+                    self.on_exact_argument(clone)
         is_weight = self._are_results_weights(func, args, kwargs)
         handler = _handler_of(func)
         results = handler(self, func, args, kwargs) if handler is not None else self.run(func, (), args, kwargs)
