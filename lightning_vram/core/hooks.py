@@ -71,7 +71,11 @@ class SeenWrites:
 
     def count(self, tensor: Tensor) -> int:
         """Return how many there were on the memory of ``tensor``."""
-        return self._counts[storage_address(tensor)] if self._counts else 0
+        return self.count_at(storage_address(tensor))
+
+    def count_at(self, address: int) -> int:
+        """Return how many there were on the storage with this address."""
+        return self._counts.get(address, 0)
 
 
 class SelectiveCheckpointMode(OperatorSubscriber):

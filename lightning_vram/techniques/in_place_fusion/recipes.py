@@ -114,7 +114,7 @@ class Value(weakref.ref[Tensor]):
     Never compared: equality of weak references compares tensors.
     """
 
-    __slots__ = ("__weakref__", "address", "dropped", "index", "recipe", "saved", "version")
+    __slots__ = ("__weakref__", "address", "dropped", "index", "num_writes", "recipe", "saved", "version")
 
     is_mask = False
     is_copy = False
@@ -122,6 +122,7 @@ class Value(weakref.ref[Tensor]):
     index: int  # among the results of its recipe
     version: int
     address: int  # of its storage
+    num_writes: int  # seen on its memory
     saved: weakref.ref[Saved] | None
     dropped: "weakref.ref[Dropped] | None"
 
