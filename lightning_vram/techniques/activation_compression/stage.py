@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, is_exact_only
 from lightning_vram.core.layers import RunningLayers
+from lightning_vram.core.operators import gives_exact_result
 from lightning_vram.core.tensors.codecs import LossyFormat, encoded_itemsize
 from lightning_vram.core.tensors.properties import alias, flat_as_stored, is_dense
 from lightning_vram.memory.device.accelerators import stream_id
@@ -81,10 +82,10 @@ class CompressionStage(SavedTensorStage):
     """Keeps saved tensors in fewer bytes while it is entered.
 
     With a loss it stores results and inputs of operators that have a gradient; never what has none (data, constants,
-    what custom functions put aside), leaves, second results and statistics of operators, what is made of those or of
-    weights only, what a backward magnifies an error of (see :mod:`~lightning_vram.core.operators`), inputs of
-    checkpoints, and tensors whose last size is 1. Differences of nearly equal terms, as in a softmax made of ``exp``
-    and ``sum``, magnify an error that no operator shows.
+    what custom functions put aside), leaves, second results and statistics of operators, weights cast to another dtype,
+    what a backward magnifies an error of (see :mod:`~lightning_vram.core.operators`), inputs of checkpoints, and
+    tensors whose last size is 1. Differences of nearly equal terms, as in a softmax made of ``exp`` and ``sum``,
+    magnify an error that no operator shows.
 
     The arguments are those of ``ActivationCompression``, ``layers`` as modules; ``None``: all. Parameters and buffers
     of ``module`` stay alive anyway. See ``encode`` for the error of ``lossy``.
@@ -126,7 +127,7 @@ class CompressionStage(SavedTensorStage):
             stack.callback(end)
         if self._layers is not None:
             stack.enter_context(self._layers.watching())
-        self._notes.buffers, self._notes.on_exact_argument = frozenset(self._buffers), self._give_up_lossy
+        self._notes.on_exact_argument = self._give_up_lossy
         stack.enter_context(self._notes)
         return self._notes
 
@@ -173,11 +174,12 @@ class CompressionStage(SavedTensorStage):
         if is_exact_only() or not tensor.requires_grad or not (self._layers is None or self._layers.is_inside):
             return False
         base = base_of(tensor) if is_view(tensor) else None
-        if (tensor if base is None else base).is_leaf:
-            return False  # somebody else keeps its memory alive
+        maker = tensor if base is None else base
+        if maker.is_leaf or _is_exact(maker):
+            return False  # of a leaf somebody else keeps the memory alive
         is_number = tensor.is_floating_point() and tensor.dtype.itemsize > encoded_itemsize(lossy)
         is_large = tensor.nbytes >= self._min_bytes and tensor.shape[-1:] != (1,)
-        return is_number and is_large and not self._notes.is_exact(tensor) and not _is_input_of_checkpoint()
+        return is_number and is_large and not _is_input_of_checkpoint()
 
     def _find_shared(self, tensor: Tensor, memory: _Memory, *, is_lossy: bool) -> EncodedStorage | None:
         for made in memory.encodings(self._state(tensor)):
@@ -271,6 +273,17 @@ class CompressionStage(SavedTensorStage):
 def _is_whole_memory(tensor: Tensor) -> bool:
     is_plain = not tensor.is_conj() and not tensor.is_neg()
     return is_plain and tensor.untyped_storage().nbytes() <= _MAX_SHARE * tensor.nbytes
+
+
+def _is_exact(result: Tensor) -> bool:
+    """Whether the result of an operator must not get an error: a statistic, a second result, a weight that was cast."""
+    node = result.grad_fn
+    if node is None or not node.name()[-1].isdigit():
+        return False  # of a function of the user
+    source = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None
+    is_cast = isinstance(getattr(source, "variable", None), nn.Parameter)  # of AccumulateGrad
+    is_statistic = result.output_nr > 0 or gives_exact_result(node.name()) or result.shape[-1:] == (1,)
+    return is_cast or is_statistic
 
 
 def _is_input_of_checkpoint() -> bool:
