@@ -3,17 +3,16 @@
 import json
 import re
 import shlex
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import Namespace, set_parsing_settings
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -23,7 +22,7 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_choice
 from lightning_vram.commands.errors import PARSER_MODE, CommandParser, is_complete_message, where
-from lightning_vram.commands.options import DOES_NOT_FIT, ESTIMATE, PLAN, PROGRAM, fail, options_of
+from lightning_vram.commands.options import DOES_NOT_FIT, PLAN, PROGRAM, fail, options_of
 from lightning_vram.estimation.estimate import spec_of
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, find_device
 from lightning_vram.memory.estimate.fake_device import UntouchedWeights
@@ -32,8 +31,8 @@ from lightning_vram.memory.units import parse_limit
 from lightning_vram.planner.plan import MemoryPlan, PlanError, budget_bytes_of
 from lightning_vram.planner.scheme import LEVELS
 from lightning_vram.report.drawing import check_picture_path
-from lightning_vram.report.estimate import ShownEstimate, estimate_memory, estimate_table
-from lightning_vram.report.plan import ShownPlan, choices, plan_memory, plan_table
+from lightning_vram.report.estimate import estimate_memory, estimate_table
+from lightning_vram.report.plan import choices, plan_memory, plan_table
 from lightning_vram.report.progress import ProgressDisplay
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -85,38 +84,16 @@ def _part(nest: Any, key: Any, name: str) -> Any:
         raise ValueError(f"batch.{name} has no entry for tensor {key!r} of batch.shape, got {nest!r}.") from None
 
 
-class DryRunCommand(ABC):
-    """What is asked of a run, and the answer."""
+class DryRunCLI(LightningCLI):
+    """Ask instead of fit: ``estimate`` or ``plan``, by ``name``."""
 
-    name: ClassVar[str]
+    answer: Sequence[RenderableType] = ()  # what is printed; text is printed unchanged
     exit_code = 0
 
-    def __init__(self) -> None:
-        self._plot: str | None = None
-        self._as_json = False
-
-    def check(self, config: Namespace, spec: DeviceSpec) -> None:
-        """Refuse options before anything is made, which takes long."""
-        self._as_json, self._plot = config.json, config.plot
-        if config.plot is not None:
-            check_picture_path(Path(config.plot))
-
-    @abstractmethod
-    def ask(self, config: Namespace, module: LightningModule, batch: Any, **arguments: Any) -> None:
-        """Find the answer; without a ``batch`` the datamodule or the module makes it. ``arguments`` are of the run."""
-
-    @abstractmethod
-    def answer(self) -> Iterator[RenderableType]:
-        """Return what is printed; text is printed unchanged."""
-
-
-class DryRunCLI(LightningCLI):
-    """Ask instead of fit."""
-
-    def __init__(self, command: DryRunCommand, args: Sequence[str]) -> None:
+    def __init__(self, name: str, args: Sequence[str]) -> None:
         set_parsing_settings(omegaconf_absolute_to_relative_paths=True)  # as for `fit`
         self.is_running = False
-        self._command = command
+        self._name, self._args = name, args
         self._batch: Any = None
         self._device: str | DeviceSpec = ""
         super().__init__(
@@ -124,12 +101,12 @@ class DryRunCLI(LightningCLI):
             run=False,
             save_config_callback=None,
             parser_class=CommandParser,
-            parser_kwargs={"parser_mode": PARSER_MODE, "prog": f"{PROGRAM} {command.name}"},
+            parser_kwargs={"parser_mode": PARSER_MODE, "prog": f"{PROGRAM} {name}"},
         )
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for name, option in options_of(self._command.name).items():
+        for name, option in options_of(self._name).items():
             if option.kind is bool:
                 parser.add_argument(*option.names(name), action="store_true")
             else:
@@ -147,12 +124,20 @@ class DryRunCLI(LightningCLI):
         config = self.config
         if config.device is None:
             raise MisconfigurationException(
-                f"--device is missing: name the GPU to {self._command.name} for, such as --device rtx4090."
+                f"--device is missing: name the GPU to {self._name} for, such as --device rtx4090."
             )
         self._device = config.device
         if config.device_memory is not None:
-            self._device = _describe_device(config.device, parse_limit(config.device_memory, "--device_memory"))
-        self._command.check(config, spec_of(self._device))
+            memory_bytes = parse_limit(config.device_memory, "--device_memory")
+            try:
+                self._device = replace(find_device(config.device), memory_bytes=memory_bytes)
+            except ValueError:  # it is in no list
+                self._device = DeviceSpec(config.device, memory_bytes)
+        spec = spec_of(self._device)
+        if self._name == PLAN:
+            _check_plan(config, spec, self._args)
+        if config.plot is not None:
+            check_picture_path(Path(config.plot))
         if config.batch.shape is not None:
             self._batch = make_batch(config.batch.shape, config.batch.dtype, config.batch.high)
         if config.precision is not None:
@@ -173,19 +158,23 @@ class DryRunCLI(LightningCLI):
                 "'[8, 3, 224, 224]', with --batch.dtype and, for integers, --batch.high."
             )
         self.is_running = True
-        arguments: dict[str, Any] = self.trainer  # type: ignore[assignment]
+        trainer: dict[str, Any] = self.trainer  # type: ignore[assignment]
+        config = self.config
+        devices, num_nodes = config.devices, config.num_nodes
+        answer = _plan if self._name == PLAN else _estimate
         try:
             with ProgressDisplay() as on_progress:
-                self._command.ask(
-                    self.config,
-                    self.model,
-                    self._batch,
+                self.answer, self.exit_code = answer(
+                    config,
+                    self._args,
+                    module=self.model,
+                    batch=self._batch,
                     datamodule=self.datamodule if self._batch is None else None,
                     device=self._device,
-                    trainer=arguments,
-                    devices=_either(self.config.devices, _count_devices(arguments["devices"])),
-                    num_nodes=_either(self.config.num_nodes, arguments["num_nodes"]),
-                    run_callbacks=self.config.run_callbacks,
+                    trainer=trainer,
+                    devices=_count_devices(trainer["devices"]) if devices is None else devices,
+                    num_nodes=trainer["num_nodes"] if num_nodes is None else num_nodes,
+                    run_callbacks=config.run_callbacks,
                     on_progress=on_progress,
                 )
         except Exception as error:
@@ -203,23 +192,11 @@ class DryRunCLI(LightningCLI):
         if not optimizer:
             return
 
-        def configure_optimizers(module: LightningModule) -> Any:
+        def configure_optimizers(module: Any) -> Any:
             made = instantiate_class(module.parameters(), optimizer)
             return self.configure_optimizers(module, made, instantiate_class(made, scheduler) if scheduler else None)
 
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
-
-
-def _describe_device(name: str, memory_bytes: int) -> DeviceSpec:
-    """Describe a device of so many bytes: as the known one of that name, if there is one."""
-    try:
-        return replace(find_device(name), memory_bytes=memory_bytes)
-    except ValueError:
-        return DeviceSpec(name, memory_bytes)
-
-
-def _either(given: int | None, of_trainer: int) -> int:
-    return of_trainer if given is None else given
 
 
 def _count_devices(devices: Any) -> int:
@@ -236,7 +213,7 @@ _OF_ESTIMATE = (
 )
 
 
-def estimate_values(estimate: MemoryEstimate) -> dict[str, Any]:
+def _estimate_values(estimate: MemoryEstimate) -> dict[str, Any]:
     """Return whether a run fits, its totals, and what uses memory at the peak."""
     return {
         "device": estimate.device.name,
@@ -250,52 +227,18 @@ def estimate_values(estimate: MemoryEstimate) -> dict[str, Any]:
     }
 
 
-def plan_values(plan: MemoryPlan) -> dict[str, Any]:
-    """Return the plan, its configuration, and the other choices of its table."""
-    return {
-        "fits": True,
-        "is_needed": plan.is_needed,
-        "device": plan.device.name,
-        "budget_bytes": plan.budget_bytes,
-        "needed_bytes": plan.peak_bytes,
-        "host_bytes": plan.host_bytes,
-        "step_time_ratio": plan.step_time_ratio,
-        "config": yaml.safe_load(plan.to_yaml()),
-        "choices": [asdict(choice) for choice in choices(plan)],
-    }
+_Answer = tuple[list[RenderableType], int]  # with the exit code
 
 
-def no_plan_values(error: PlanError) -> dict[str, Any]:
-    """Return the minimum that was found, and the message with alternatives."""
-    return {
-        "fits": False,
-        "minimum_bytes": error.minimum_bytes,
-        "minimum": str(error.least.scheme),
-        "message": str(error),
-    }
-
-
-class EstimateCommand(DryRunCommand):
-    """Whether a run fits."""
-
-    name = ESTIMATE
-    _estimate: ShownEstimate
-
-    @override
-    def ask(self, config: Namespace, module: LightningModule, batch: Any, **arguments: Any) -> None:
-        self._estimate = estimate_memory(module, batch, **arguments)
-        self.exit_code = 0 if self._estimate.fits else DOES_NOT_FIT
-        if self._plot is not None:
-            self._estimate.plot(self._plot)
-
-    @override
-    def answer(self) -> Iterator[RenderableType]:
-        if self._as_json:
-            yield json.dumps(estimate_values(self._estimate), indent=2)
-            return
-        yield estimate_table(self._estimate)
-        if self._plot is not None:
-            yield f"\n{self._plot}: picture of the step."
+def _estimate(config: Namespace, _: Sequence[str], **arguments: Any) -> _Answer:
+    estimate = estimate_memory(**arguments)
+    exit_code = 0 if estimate.fits else DOES_NOT_FIT
+    if config.plot is not None:
+        estimate.plot(config.plot)
+    if config.json:
+        return [json.dumps(_estimate_values(estimate), indent=2)], exit_code
+    drawn = [f"\n{config.plot}: picture of the step."] if config.plot is not None else []
+    return [estimate_table(estimate), *drawn], exit_code
 
 
 _MARK = f"# Made by `{PROGRAM} {PLAN}`. Run: "
@@ -304,67 +247,55 @@ _TYPED = {"budget": "budget", "host_memory": "host_memory", "allow": "allow", "s
 _IN_FIT = {"precision": "trainer.precision", "devices": "trainer.devices", "num_nodes": "trainer.num_nodes"}
 
 
-class PlanCommand(DryRunCommand):
-    """What would make a run fit, and cost least."""
+def _check_plan(config: Namespace, spec: DeviceSpec, args: Sequence[str]) -> None:
+    """Refuse options before anything is made, which takes long."""
+    budget_bytes_of("--budget", _budget(config.budget), spec)
+    if config.host_memory is not None:
+        parse_limit(config.host_memory, "--host_memory")
+    check_choice("--allow", config.allow, LEVELS)
+    if config.output is not None:
+        _check_output(Path(config.output), fit_arguments(args))
 
-    name = PLAN
-    _plan: ShownPlan
 
-    def __init__(self, args: Sequence[str]) -> None:
-        super().__init__()
-        self._args = args
-        self._error: PlanError | None = None
-        self._output: str | None = None
+def _plan(config: Namespace, args: Sequence[str], **arguments: Any) -> _Answer:
+    """Plan, draw and write. Where nothing fits, the error names alternatives."""
+    given = {"budget": _budget(config.budget), "host_memory": config.host_memory, "allow": config.allow}
+    try:
+        plan = plan_memory(**given, **arguments)
+    except PlanError as error:
+        message = _as_options(str(error))
+        if not config.json:
+            fail(message, DOES_NOT_FIT)
+        least = {"minimum_bytes": error.minimum_bytes, "minimum": str(error.least.scheme)}
+        return [json.dumps({"fits": False, **least, "message": message}, indent=2)], DOES_NOT_FIT
+    command = shlex.join([PROGRAM, "fit", *fit_arguments(args), "--config", config.output or _EXAMPLE])
+    text = f"{_MARK}{command}\n{plan.to_yaml()}"
+    if config.plot is not None:
+        plan.plot(config.plot)
+    if config.output is not None:
+        Path(config.output).write_text(text, encoding="utf-8")
+    if config.json:
+        return [json.dumps(_plan_values(plan), indent=2)], 0
+    notes = {
+        f"\n{config.plot}: picture of memory against step time.": config.plot is not None,
+        f"\n{config.output}: the plan. Run: {command}": config.output is not None,
+        f"\n{text}\nSave this as {_EXAMPLE}, or add -o {_EXAMPLE}, and run: {command}": (
+            plan.is_needed and config.output is None
+        ),
+    }
+    return [plan_table(plan), *(note for note, holds in notes.items() if holds)], 0
 
-    @override
-    def check(self, config: Namespace, spec: DeviceSpec) -> None:
-        budget_bytes_of("--budget", _budget(config.budget), spec)
-        if config.host_memory is not None:
-            parse_limit(config.host_memory, "--host_memory")
-        check_choice("--allow", config.allow, LEVELS)
-        super().check(config, spec)
-        if config.output is not None:
-            _check_output(Path(config.output), fit_arguments(self._args))
 
-    @override
-    def ask(self, config: Namespace, module: LightningModule, batch: Any, **arguments: Any) -> None:
-        """Plan, draw and write. Where nothing fits, keep the error, which names alternatives."""
-        self._output = config.output
-        given = {"budget": _budget(config.budget), "host_memory": config.host_memory, "allow": config.allow}
-        try:
-            self._plan = plan_memory(module, batch, **given, **arguments)
-        except PlanError as error:
-            self._error, self.exit_code = error, DOES_NOT_FIT
-            return
-        if self._plot is not None:
-            self._plan.plot(self._plot)
-        if self._output is not None:
-            Path(self._output).write_text(self._text(), encoding="utf-8")
-
-    @override
-    def answer(self) -> Iterator[RenderableType]:
-        if self._error is not None:
-            message = _as_options(str(self._error))
-            if not self._as_json:
-                fail(message, DOES_NOT_FIT)
-            yield json.dumps({**no_plan_values(self._error), "message": message}, indent=2)
-            return
-        if self._as_json:
-            yield json.dumps(plan_values(self._plan), indent=2)
-            return
-        yield plan_table(self._plan)
-        if self._plot is not None:
-            yield f"\n{self._plot}: picture of memory against step time."
-        if self._output is not None:
-            yield f"\n{self._output}: the plan. Run: {self._command()}"
-        elif self._plan.is_needed:
-            yield f"\n{self._text()}\nSave this as {_EXAMPLE}, or add -o {_EXAMPLE}, and run: {self._command()}"
-
-    def _text(self) -> str:
-        return f"{_MARK}{self._command()}\n{self._plan.to_yaml()}"
-
-    def _command(self) -> str:
-        return shlex.join([PROGRAM, "fit", *fit_arguments(self._args), "--config", self._output or _EXAMPLE])
+def _plan_values(plan: MemoryPlan) -> dict[str, Any]:
+    """Return the plan, its configuration, and the other choices of its table."""
+    return {
+        "fits": True,
+        **{name: getattr(plan, name) for name in ("is_needed", "budget_bytes", "host_bytes", "step_time_ratio")},
+        "device": plan.device.name,
+        "needed_bytes": plan.peak_bytes,
+        "config": yaml.safe_load(plan.to_yaml()),
+        "choices": [asdict(choice) for choice in choices(plan)],
+    }
 
 
 def fit_arguments(args: Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import lightning_vram.public_names  # noqa: F401 - registers strategies, and let
 from lightning_vram.callbacks.auto_vram import AutoVRAM
 from lightning_vram.callbacks.slurm_requeue import SlurmJob, SlurmRequeue, check_job
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
-from lightning_vram.commands.dry_run import DryRunCLI, DryRunCommand, EstimateCommand, PlanCommand
+from lightning_vram.commands.dry_run import DryRunCLI
 from lightning_vram.commands.errors import PARSER_MODE, CommandParser, is_mistake_of_user, one_line
 from lightning_vram.commands.options import ESTIMATE, PLAN, PROGRAM, fail, is_debugging
 from lightning_vram.memory.device.accelerators import configure_allocator, empty_cache
@@ -204,27 +204,19 @@ def run(arguments: list[str], show: Callable[[RenderableType], None], *, is_proc
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     with suppress(RuntimeError):  # called by a program that has used CUDA before
         configure_allocator()
-    command = _dry_run_command(arguments)
-    kind: type[VRAMCLI] | type[DryRunCLI] = VRAMCLI if command is None else DryRunCLI
-    cli = kind.__new__(kind)  # kept when its __init__, which runs the whole command, raises
-    try:
-        if command is None:
-            cli.__init__(show, args=None if is_process else arguments)  # type: ignore[misc]
-        else:
-            with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
-                cli.__init__(command, arguments[1:])  # type: ignore[misc]
-            for part in command.answer():
-                show(part)
+    is_dry = arguments[:1] in ([ESTIMATE], [PLAN])
+    cli: Any = (DryRunCLI if is_dry else VRAMCLI).__new__(DryRunCLI if is_dry else VRAMCLI)
+    try:  # `cli` is kept when its __init__, which runs the whole command, raises
+        if not is_dry:
+            cli.__init__(show, args=None if is_process else arguments)
+            return
+        with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
+            cli.__init__(arguments[0], arguments[1:])
+        for part in cli.answer:
+            show(part)
     except Exception as error:
         if is_debugging() or not is_mistake_of_user(error, is_running=cli.is_running):
             raise
         fail(one_line(error))
-    if command is not None and command.exit_code:
-        raise SystemExit(command.exit_code)
-
-
-def _dry_run_command(arguments: Sequence[str]) -> DryRunCommand | None:
-    """What is asked of a run, if the command makes none."""
-    if arguments[:1] == [ESTIMATE]:
-        return EstimateCommand()
-    return PlanCommand(arguments[1:]) if arguments[:1] == [PLAN] else None
+    if cli.exit_code:
+        raise SystemExit(cli.exit_code)
