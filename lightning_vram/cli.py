@@ -21,7 +21,6 @@ from lightning_vram.commands.options import (
     INTERRUPTED,
     PLAN,
     PROGRAM,
-    complete,
     describe,
     device_list,
     did_you_mean,
@@ -69,10 +68,6 @@ def _run(arguments: list[str], *, is_process: bool) -> None:
         _show(device_list())
     elif command == "--version":
         print(f"{PROGRAM} {__version__}")
-    elif command == "--complete":  # followed by the program, the word at the cursor and the word before it
-        typed = os.environ.get("COMP_LINE", "").split()
-        _, _, word, before = [*arguments, "", "", ""][:4]
-        print("\n".join(complete([*typed, "", ""][1], word, before)))
     elif command in FILE_COMMANDS:
         _run_on_files(command, *arguments[1:])
     elif command in COMMANDS or command.startswith("-"):

@@ -20,7 +20,6 @@ from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.workspaces import workspaces_of
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline
 from lightning_vram.memory.units import KIB, format_argument, format_bytes, parse_bytes, parse_limit
-from lightning_vram.planner.remedies import has_plain_strategy, may_be_guarded, mode_of, remedies_for
 from lightning_vram.planner.scheme import (
     LEVELS,
     Exactness,
@@ -31,7 +30,7 @@ from lightning_vram.planner.scheme import (
     find_measured,
     with_margin,
 )
-from lightning_vram.planner.search import search
+from lightning_vram.planner.search import has_plain_strategy, may_be_guarded, mode_of, remedies_for, search
 
 HOST = "cpu"
 # Samples of results and generator states, which features store only in real runs.

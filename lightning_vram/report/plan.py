@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
@@ -15,8 +14,8 @@ from lightning_vram.planner.plan import MemoryPlan
 from lightning_vram.planner.plan import plan_memory as _plan_memory
 from lightning_vram.planner.scheme import Measured, Scheme
 from lightning_vram.report.drawing import Picture, rectangle, round_step, slowest_shown, stairs, text_at, unit_of
-from lightning_vram.report.progress import shown, shows_progress
-from lightning_vram.report.tables import Name, Rows, add_names, add_numbers, as_text, literal, plain_table
+from lightning_vram.report.progress import shown
+from lightning_vram.report.tables import Rows, add_names, add_numbers, as_text, literal, plain_table
 
 TIMES = "step time relative to baseline (modelled)"
 
@@ -100,37 +99,21 @@ def _set_of(one: Measured) -> tuple[str, ...]:
     return tuple(part.name for part in one.scheme.parts)
 
 
-TIME = "Step times are modelled for this device, relative to the baseline."
-
-
 def plan_table(plan: MemoryPlan) -> RenderableType:
     """Everything in a plan, but for its YAML. One line where the run fits without changes."""
     answer = Text(verdict(plan), style="bold green")
     if not plan.is_needed:
         return answer
-    shown: list[RenderableType] = [
-        answer,
-        "",
-        choices_table(choices(plan)),
-        "",
-        Text(f"* the plan. {TIME}"),
-    ]
-    if plan.best.layers:
-        shown += ["", Text("Layers of the plan:"), Text(plan.best.layers)]
-    return Group(*shown)
-
-
-def choices_table(rows: Sequence[Choice]) -> Table:
-    """Return a table for the terminal, or for a log."""
+    rows = choices(plan)
     headings, *lines = cells(rows)
     table = plain_table()
     add_numbers(table, *headings[:-1])
     add_names(table, headings[-1])
     for one, line in zip(rows, lines, strict=True):
-        table.add_row(
-            *map(literal, line[:-1]), Name(line[-1]), style="bold green" if one.is_plan else "" if one.fits else "dim"
-        )
-    return table
+        table.add_row(*map(literal, line), style="bold green" if one.is_plan else "" if one.fits else "dim")
+    note = Text("* the plan. Step times are modelled for this device, relative to the baseline.")
+    layers = ["", Text("Layers of the plan:"), Text(plan.best.layers)] if plan.best.layers else []
+    return Group(answer, "", table, "", note, *layers)
 
 
 _HEIGHT, _LEFT, _TOP, _BOTTOM, _MARGIN = 460, 56, 56, 404, 14
@@ -224,4 +207,4 @@ class ShownPlan(MemoryPlan):
         picture(self).write(path)
 
 
-plan_memory = shown(shows_progress(_plan_memory), ShownPlan)
+plan_memory = shown(_plan_memory, ShownPlan)

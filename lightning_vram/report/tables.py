@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.measure import Measurement as Size
 from rich.table import Table
 from rich.text import Text
 
@@ -27,14 +26,11 @@ def label(name: str) -> str:
 
 def wrap_name(name: str, width: int) -> list[str]:
     """Break a long name after a space, or before the arguments of a feature where that is not enough."""
-    lines = _wrap(name, width)
-    if max(map(len, lines), default=0) > width:
-        lines = _wrap(re.sub(r"(?<![=\w.])([\w.]+)\((?!\))", r"\1( ", name), width)
+    for text in (name, re.sub(r"(?<![=\w.])([\w.]+)\((?!\))", r"\1( ", name)):
+        lines = wrap(text, width, break_long_words=False, break_on_hyphens=False)
+        if all(len(line) <= width for line in lines):
+            break
     return [line.replace("( ", "(") for line in lines]
-
-
-def _wrap(name: str, width: int) -> list[str]:
-    return wrap(name, width, break_long_words=False, break_on_hyphens=False)
 
 
 def printable(text: str) -> str:
@@ -64,19 +60,6 @@ def as_text(shown: RenderableType, width: int = 100) -> str:
     file = io.StringIO()
     Console(file=file, width=width, color_system=None, legacy_windows=False).print(shown)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
-
-
-class Name:
-    """A configuration in a cell: in a small one, lines end between arguments, never within a number."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text("\n".join(wrap_name(self._text, options.max_width)))
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Size:
-        return Size(max(map(len, wrap_name(self._text, 1))), len(self._text))
 
 
 def plain_table() -> Table:

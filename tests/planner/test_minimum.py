@@ -11,8 +11,8 @@ from lightning_vram import plan_memory
 from lightning_vram.memory.units import MIB
 from lightning_vram.planner import PlanError
 from lightning_vram.planner.plan import describe_minimum
-from lightning_vram.planner.remedies import WEIGHTS_ON_HOST
 from lightning_vram.planner.scheme import Exactness, Workload
+from lightning_vram.planner.search import WEIGHTS_ON_HOST
 
 LEAST = measured(CHECKPOINTING, mib=260, ms=1)
 START = "The minimum found is 260.00 MiB, with ActivationCheckpointing. What helps: "

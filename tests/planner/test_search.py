@@ -9,7 +9,8 @@ from torch import nn
 from lightning_vram.estimation.step_time import StepTime
 from lightning_vram.memory.units import GIB, MIB, parse_bytes
 from lightning_vram.planner.plan import describe_minimum
-from lightning_vram.planner.remedies import (
+from lightning_vram.planner.scheme import Exactness, Found, Measured, Part, Scheme, Workload
+from lightning_vram.planner.search import (
     CHECKPOINTING,
     CHUNKED_LOSS,
     EARLY_RELEASE,
@@ -26,9 +27,8 @@ from lightning_vram.planner.remedies import (
     Remedies,
     leaner_on_host,
     remedies_for,
+    search,
 )
-from lightning_vram.planner.scheme import Exactness, Found, Measured, Part, Scheme, Workload
-from lightning_vram.planner.search import search
 
 ON_HOST = Scheme((OPTIMIZER_ON_HOST,))
 WEIGHTS, ACTIVATIONS, LEAST, BATCH_SIZE = 4 * GIB, 8 * GIB, GIB, 64

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_vram import AutoVRAM, MicroBatching
 from lightning_vram.callbacks.auto_vram import decision, plan_cache
-from lightning_vram.callbacks.auto_vram.plan_cache import load_plan, plan_folder, plan_key, save_plan
+from lightning_vram.callbacks.auto_vram.decision import load_plan, plan_folder, plan_key, save_plan
 from lightning_vram.demos import ByteGPT
 from lightning_vram.estimation.running_trainer import RunningTrainer
 from lightning_vram.estimation.step_time import StepTime
