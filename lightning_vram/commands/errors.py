@@ -110,21 +110,16 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 def is_complete_message(error: Exception) -> bool:
     """Whether this package or Lightning wrote the message for the user."""
-    if isinstance(error, _CONFIGURATION):
-        return True
-    place = _raised_in(error)
-    return (place.startswith(_OWN) and isinstance(error, _OWN_KINDS)) or (
-        place.startswith(_ARGUMENTS) and isinstance(error, ValueError)
-    )
+    is_checked = _raised_in(error).startswith((_OWN, _ARGUMENTS))
+    return isinstance(error, _CONFIGURATION) or (is_checked and isinstance(error, _OWN_KINDS))
 
 
 def is_mistake_of_user(error: Exception, *, is_running: bool) -> bool:
     """Whether one line is enough for an error; ``is_running``: the user's code ran, in which bugs may be."""
-    if is_complete_message(error):
-        return True
-    if is_running:  # a checkpoint that is missing
-        return _raised_in(error).startswith(_LIGHTNING) and isinstance(error, FileNotFoundError)
-    return isinstance(error, (*_OWN_KINDS, RecursionError, TypeError))
+    if is_running and isinstance(error, FileNotFoundError):  # a checkpoint that is missing
+        return is_complete_message(error) or _raised_in(error).startswith(_LIGHTNING)
+    kinds = () if is_running else (*_OWN_KINDS, RecursionError, TypeError)
+    return is_complete_message(error) or isinstance(error, kinds)
 
 
 def one_line(error: Exception) -> str:

@@ -121,20 +121,20 @@ SMALLER_BATCH = "a smaller batch with accumulate_grad_batches"
 def describe_minimum(
     least: Measured, workload: Workload, level: Exactness, device_bytes: int | None, *, may_choose_strategy: bool
 ) -> str:
-    """Return the minimum of a search in which nothing fits, and what helps: a larger budget only on a larger device.
+    """Say that nothing fits, the minimum of the search, and what helps: a larger budget only on a larger device.
 
     ``device_bytes`` is ``None`` where the device has more than the budget, as far as is known.
     """
     num_bytes, budget_bytes = least.needed_bytes, workload.budget_bytes
     if num_bytes <= budget_bytes:  # only the host is too small
-        needed = least.host_bytes
+        needed, limit = least.host_bytes, f"{format_bytes(workload.host_bytes or 0)} of host memory"
         place = f", in addition to {format_bytes(margin_bytes(needed))} that must stay free"
         helps = [
             f"host_memory='{format_argument(with_margin(needed), round_up=True)}'",
             "FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which keeps optimizer state on disk",
         ]
     else:
-        needed, place = num_bytes, least.peak
+        needed, limit, place = num_bytes, format_bytes(budget_bytes), least.peak
         is_too_small = device_bytes is not None and num_bytes > device_bytes
         budget = f"budget='{format_argument(num_bytes, round_up=True)}'"
         helps = [f"a device with {format_bytes(num_bytes)}" if is_too_small else budget]
@@ -145,7 +145,8 @@ def describe_minimum(
     names = [repr(name) for name, other in LEVELS.items() if other > level]
     helps += [f"perhaps allow={' or '.join(names)}"] if names else []
     text = f"{', '.join(helps[:-1])}, or {helps[-1]}" if len(helps) > 1 else helps[0]
-    return f"The minimum found is {format_bytes(needed)}, with {least.scheme}{place}. What helps: {text}."
+    minimum = f"The minimum found is {format_bytes(needed)}, with {least.scheme}{place}."
+    return f"No plan fits {limit}. {minimum} What helps: {text}."
 
 
 class PlanError(ValueError):
@@ -294,12 +295,9 @@ def plan_memory(  # noqa: PLR0913 - by name
     if found.best is None:
         workload = Workload(budget_bytes, host_bytes=host_bytes)
         least = found.least_of(workload)
-        minimum = describe_minimum(
-            least, workload, level, spec.memory_bytes, may_choose_strategy=steps.may_choose_strategy
-        )
-        on_host = least.needed_bytes <= budget_bytes
-        there = f"{format_bytes(host_bytes or 0)} of host memory" if on_host else format_bytes(budget_bytes)
-        raise PlanError(f"No plan fits {there}. {minimum}", least)
+        may_choose = steps.may_choose_strategy
+        message = describe_minimum(least, workload, level, spec.memory_bytes, may_choose_strategy=may_choose)
+        raise PlanError(message, least)
     return MemoryPlan(spec, budget_bytes, found, own)
 
 

@@ -141,23 +141,14 @@ def has_plain_strategy(own: Mapping[str, Any]) -> bool:
 
 def leaner_on_host(part: Part, own: Mapping[str, Any]) -> list[Part]:
     """Return variants of a strategy that need ever less host memory."""
-    split = replace(
-        part,
-        init_args={**part.init_args, "master": "split"},
-        note=f"{part.note}, weights split into a bfloat16 half and a 16-bit remainder",
-    )
     can_split = str(own.get("precision")) == "bf16-mixed"
-    base = split if can_split else part
-    low_precision = [
-        replace(
-            base,
-            init_args={**base.init_args, "host_state": form},
-            exactness=Exactness.ANY,
-            note=f"{base.note}, moments in {words}",
-        )
-        for form, words in (("bf16", "bfloat16"), ("8bit", "8 bits"))
-    ]
-    return [split, *low_precision] if can_split else low_precision
+    note = part.note + ", weights split into a bfloat16 half and a 16-bit remainder" * can_split
+    arguments = {**part.init_args, **({"master": "split"} if can_split else {})}
+    variants = [replace(part, init_args=arguments, note=note)] if can_split else []
+    for form, words in (("bf16", "bfloat16"), ("8bit", "8 bits")):
+        more = {**arguments, "host_state": form}
+        variants.append(replace(part, init_args=more, exactness=Exactness.ANY, note=f"{note}, moments in {words}"))
+    return variants
 
 
 def mode_of(scheme: Scheme) -> Mapping[str, Any] | None:

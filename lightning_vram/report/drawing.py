@@ -1,5 +1,6 @@
 """Pictures: drawn once, as SVG, which a page of HTML shows and matplotlib converts into other formats."""
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -62,11 +63,7 @@ def unit_of(num_bytes: float) -> tuple[int, str]:
 
 def round_step(step: float) -> float:
     """The next of 1, 2, 5, 10, 20, ... (and their tenths)."""
-    power = 1.0
-    while power > step:
-        power /= 10
-    while power * 10 <= step:
-        power *= 10
+    power = 10.0 ** math.floor(math.log10(step))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.text import Text
 from typing_extensions import override
 
@@ -433,7 +434,7 @@ _TERMINAL_NAME = 27
 def estimate_table(estimate: MemoryEstimate) -> RenderableType:
     """Everything in an estimate, in about 30 lines of 100 columns, or more of fewer. It needs no colours."""
     sides = (
-        Group(*(part for table in side for part in (table.terminal(), "")))
+        Group(*(Padding(table.terminal(), (0, 0, 1, 0), expand=False) for table in side))
         for side in tables_of(estimate, _TERMINAL_MODULES, _TERMINAL_NAME)
     )
     style = f"bold {'green' if estimate.fits else 'red'}"

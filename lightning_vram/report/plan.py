@@ -112,7 +112,7 @@ def plan_table(plan: MemoryPlan) -> RenderableType:
     for one, line in zip(rows, lines, strict=True):
         table.add_row(*map(literal, line), style="bold green" if one.is_plan else "" if one.fits else "dim")
     note = Text("* the plan. Step times are modelled for this device, relative to the baseline.")
-    layers = ["", Text("Layers of the plan:"), Text(plan.best.layers)] if plan.best.layers else []
+    layers: list[RenderableType] = ["", Text("Layers of the plan:"), Text(plan.best.layers)] if plan.best.layers else []
     return Group(answer, "", table, "", note, *layers)
 
 

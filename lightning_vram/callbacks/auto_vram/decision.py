@@ -38,7 +38,7 @@ from lightning_vram.memory.device.accelerators import (
 )
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.workspaces import measure_bus
-from lightning_vram.memory.units import format_argument, format_bytes, parse_bytes
+from lightning_vram.memory.units import format_argument, parse_bytes
 from lightning_vram.planner.plan import MemoryPlan, TracedSteps, describe_minimum
 from lightning_vram.planner.scheme import Exactness, Found, Measured, Part, Scheme, Workload, find_measured
 from lightning_vram.planner.search import CHECKPOINTING, may_be_guarded
@@ -143,7 +143,7 @@ def _plan(run: RunningTrainer, budget_bytes: int, asked: PlanRequest, started: f
         return _found(run, found, budget_bytes, late)
     if steps.left_out:
         return _without_plan(f"no configuration that fits was found in {most}", budget_bytes, asked, found)
-    return _nothing_fits(run.device.name, steps, found, budget_bytes, asked)
+    return _nothing_fits(steps, found, budget_bytes, asked)
 
 
 def _found(run: RunningTrainer, found: Found, budget_bytes: int, note: str = "") -> Decision:
@@ -151,17 +151,14 @@ def _found(run: RunningTrainer, found: Found, budget_bytes: int, note: str = "")
     return Decision(f"{NAME}: {shown}{note}", found=found, budget_bytes=budget_bytes)
 
 
-def _nothing_fits(device: str, steps: TracedSteps, found: Found, budget_bytes: int, asked: PlanRequest) -> Decision:
-    device_bytes, may_choose_strategy = None if asked.has_budget else budget_bytes, steps.may_choose_strategy
-    minimum = describe_minimum(
-        found.least, Workload(budget_bytes), asked.level, device_bytes, may_choose_strategy=may_choose_strategy
-    )
-    there = format_bytes(budget_bytes)
-    message = f"{NAME}: no configuration fits {there} on {device}. {minimum}"
+def _nothing_fits(steps: TracedSteps, found: Found, budget_bytes: int, asked: PlanRequest) -> Decision:
+    device_bytes, may_choose = None if asked.has_budget else budget_bytes, steps.may_choose_strategy
+    workload = Workload(budget_bytes)
+    minimum = describe_minimum(found.least, workload, asked.level, device_bytes, may_choose_strategy=may_choose)
     if asked.has_budget:
-        return Decision(message, "error", found, budget_bytes)
+        return Decision(f"{NAME}: {minimum}", "error", found, budget_bytes)
     fate = "The run continues with the minimum, and will probably run out of memory."
-    return Decision(f"{message} {fate}", "warning", found, budget_bytes)
+    return Decision(f"{NAME}: {minimum} {fate}", "warning", found, budget_bytes)
 
 
 def _without_plan(reason: str, budget_bytes: int, asked: PlanRequest, found: Found | None = None) -> Decision:

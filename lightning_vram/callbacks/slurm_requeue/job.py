@@ -257,7 +257,8 @@ def resume_fit(
     **options: Any,
 ) -> bool:
     """Resume from the job's newest checkpoint, if there is one; whether it is our own. All ranks raise, or none."""
-    newest, is_private = None, False
+    newest: Path | None = None
+    is_private = False
     if trainer.is_global_zero and folder.job.restart_count > 0:
         savers = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)]  # type: ignore[attr-defined]
         paths = [path for saver in savers for path in last_checkpoints(saver, trainer)]  # of save_last=True

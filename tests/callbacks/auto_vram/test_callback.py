@@ -108,7 +108,7 @@ def test_a_budget_is_kept_and_nothing_else_changes(share, make_trainer, heard):
 
 def test_the_least_is_told_where_nothing_fits(make_trainer):
     message = (
-        r"^AutoVRAM: no configuration fits 2\.00 MiB on cpu\. The minimum found is \S+ MiB, with OptimizerInBackward "
+        r"^AutoVRAM: No plan fits 2\.00 MiB\. The minimum found is \S+ MiB, with OptimizerInBackward "
         r"\+ InPlaceFusion \+ ActivationCheckpointing, in the \S.*, mostly for '\S+' \(\S+ \w+\)\. What helps: "
         r"budget='\d+\.\d\dMiB', or perhaps allow='lossless' or 'any'\.$"
     )
@@ -140,7 +140,7 @@ def test_a_part_of_the_users_is_kept(make_trainer, heard):
     own = ActivationCheckpointing(every_n_layers=2)
     with pytest.raises(
         MisconfigurationException,
-        match=r"no configuration fits 6\.71 MiB on cpu\. .* with OptimizerInBackward \+ InPlaceFusion, in the",
+        match=r"No plan fits 6\.71 MiB\. .* with OptimizerInBackward \+ InPlaceFusion, in the",
     ):
         fit(make_trainer, AutoVRAM(int(0.4 * PLAIN_BYTES)), own)
     monitor = VRAMMonitor(track=True, path=None)
@@ -380,7 +380,7 @@ class Schemes(Callback):
 @pytest.mark.distributed
 def test_all_ranks_refuse_alike(make_trainer):
     trainer = make_trainer(callbacks=[AutoVRAM("1KiB")], strategy=ForkingOffload(), devices=2)
-    with pytest.raises(Exception, match="AutoVRAM: no configuration fits"):
+    with pytest.raises(Exception, match="AutoVRAM: No plan fits"):
         trainer.fit(TinyByteGPT())
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_vram import AutoVRAM, MicroBatching
-from lightning_vram.callbacks.auto_vram import decision, plan_cache
+from lightning_vram.callbacks.auto_vram import decision
 from lightning_vram.callbacks.auto_vram.decision import load_plan, plan_folder, plan_key, save_plan
 from lightning_vram.demos import ByteGPT
 from lightning_vram.estimation.running_trainer import RunningTrainer
@@ -198,7 +198,7 @@ def test_each_change_of_a_run_has_a_key_of_its_own(monkeypatch):
         key_of(run_of(num_ranks=2)),
         key_of(run_of(num_devices=2)),
     ]
-    monkeypatch.setattr(plan_cache, "__version__", "9.9")
+    monkeypatch.setattr(decision, "__version__", "9.9")
     keys.append(key_of(run_of()))
     assert len(set(keys)) == len(keys)
 

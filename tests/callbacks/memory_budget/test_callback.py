@@ -16,7 +16,7 @@ from lightning_vram.callbacks.memory_budget import callback
 from lightning_vram.estimation.estimate import Estimator
 from lightning_vram.report.progress import ProgressDisplay
 
-pytestmark = pytest.mark.filterwarnings("ignore:MemoryBudget. the run does not fit")
+pytestmark = pytest.mark.filterwarnings("ignore:MemoryBudget. Does not fit")
 
 
 class Drawing(Dataset):
