@@ -220,11 +220,11 @@ class SourceText(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Tensor]:
         windows = self._windows(self._split()[0][: self.num_train_bytes])
         is_many = len(windows) > self.batch_size
-        return DataLoader(windows, self.batch_size, shuffle=True, drop_last=is_many, collate_fn=_collate)
+        return DataLoader(windows, batch_size=self.batch_size, shuffle=True, drop_last=is_many, collate_fn=_collate)
 
     @override
     def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(self._windows(self._split()[1]), self.batch_size, collate_fn=_collate)
+        return DataLoader(self._windows(self._split()[1]), batch_size=self.batch_size, collate_fn=_collate)
 
     @override
     def test_dataloader(self) -> DataLoader[Tensor]:

@@ -65,8 +65,6 @@ _IN_8_BITS = Part(
 )
 QUANTIZED = (_IN_8_BITS, replace(_IN_8_BITS, init_args={"bits": 4}, note="quantizes frozen weights to 4 bits"))
 MOMENTS = Part("lightning_vram.MomentsInBF16", exactness=Exactness.ANY, note="stores optimizer moments in bfloat16")
-# Strategies include or refuse these.
-NOT_ON_HOST = frozenset(part.name for part in (EARLY_RELEASE, IN_BACKWARD, QUANTIZED[0]))
 _FORMATS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 

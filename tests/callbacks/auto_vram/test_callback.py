@@ -92,7 +92,7 @@ def test_a_budget_is_kept_and_nothing_else_changes(share, make_trainer, heard):
     assert auto.budget_bytes == int(share * PLAIN_BYTES)
     assert "AutoVRAM: Fits with this plan: " in messages(heard)
     assert "EarlyRelease + ActivationCheckpointing(budget=" in " ".join(messages(heard).split())
-    lines = [line.split() for line in messages(heard).splitlines()]
+    lines = [line.split() for line in messages(heard).splitlines() if line.strip()]
     assert [line[-1] for line in lines].count("baseline") == 1
     (chosen,) = (line for line in lines if line[0] == "*" and line[1].isdigit())
     assert lines[lines.index(chosen) - int(chosen[1])] == [
