@@ -1,6 +1,5 @@
 """Errors of a command: one line with a hint for a mistake of the user, a traceback for a bug."""
 
-import importlib
 import inspect
 import os
 import re
@@ -42,7 +41,6 @@ _MAX_LINE = 1000
 _REQUIRED = re.compile(r"the following arguments are required: (?:\w+\.)?(?P<name>\w+)$")
 _UNKNOWN_ARGUMENT = re.compile(r"unrecognized arguments: (?P<name>[^\s=]+)")
 _UNKNOWN_KEY = re.compile(r"Subcommand '\w+' does not accept option '(?P<name>[\w.]+)'")
-_NO_OPTION = re.compile(r"(?P<module>[\w.]+)\.(?P<kind>\w+): Option '(?P<name>\w+)' is not accepted.*")
 
 
 def condense_error(message: str) -> str:
@@ -60,6 +58,7 @@ def condense_error(message: str) -> str:
     if value and value not in text:
         text = f"{text}, got {value}"
     text = _TYPE.sub(r"\1", _KEY.sub(r"\1\2", text.replace(":; ", ": ")))
+    text = re.sub(r"(; [^;]*:)+$", "", text)  # alternatives of which nothing is left
     return text if len(text) <= _MAX_LINE else text[: _MAX_LINE - 3] + "..."
 
 
@@ -75,7 +74,7 @@ def explain(message: str) -> str:
         return line + _unknown_argument(found["name"])
     if found := _UNKNOWN_KEY.match(line):
         return line + _unknown_argument(f"--{found['name']}").replace("--", "")
-    return _NO_OPTION.sub(_unknown_option, line)
+    return line
 
 
 def _unknown_argument(name: str) -> str:
@@ -89,16 +88,6 @@ def _unknown_argument(name: str) -> str:
 
 def _last_word(name: str) -> str:
     return name.rpartition(".")[2].removeprefix("--")
-
-
-def _unknown_option(found: re.Match[str]) -> str:
-    name, kind = found["name"], found["kind"]
-    try:
-        parameters = inspect.signature(getattr(importlib.import_module(found["module"]), kind)).parameters.values()
-    except (ImportError, AttributeError):  # a class inside another
-        return f"{kind} has no option {name!r}."
-    options = [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    return f"{kind} has no option {name!r}.{did_you_mean(name, options)} Its options: {', '.join(options) or 'none'}."
 
 
 _CONFIGURATION = (MisconfigurationException, OmegaConfBaseException)

@@ -65,11 +65,8 @@ class TracedSteps:
         own, card = self.run.trainer_arguments, self.run.card
         limits = {"has_strategies": has_strategies, "knows_host": host_bytes is not None}
         remedies = remedies_for(own, level, on_card=card is not None, module=self.module, **limits)
-
-        def transfer_bytes(seconds: float) -> int:
-            return 0 if card is None else int(bus_bytes_per_s(card) * seconds * _FORWARD_SHARE)
-
-        workload = Workload(budget_bytes, batch_size_of(self.batch) or 0, transfer_bytes, host_bytes)
+        transfer_bytes_per_s = 0.0 if card is None else bus_bytes_per_s(card) * _FORWARD_SHARE
+        workload = Workload(budget_bytes, batch_size_of(self.batch) or 0, transfer_bytes_per_s, host_bytes)
         return search(self, workload, remedies)
 
     def __call__(self, scheme: Scheme) -> Measured | None:

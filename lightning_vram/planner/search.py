@@ -314,7 +314,7 @@ class _Search:
             return lean
         if not self._fits(lean):
             self._run(lean.scheme + OFFLOAD)
-        transfer_bytes = self._workload.transfer_bytes(whole.seconds)
+        transfer_bytes = int(self._workload.transfer_bytes_per_s * whole.seconds)
         if transfer_bytes >= MIB:
             arguments = {"remedies": ["recompute", "offload"], "offload_bytes": format_argument(transfer_bytes)}
             self._fit_budget(whole, lean, arguments)

@@ -1,6 +1,7 @@
 """An estimate as people see it: a table, a picture, a page. The numbers know nothing of these: they belong below."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -353,42 +354,32 @@ class _Drawing:
 
     def _area(self, low: Sequence[int], high: Sequence[int], color: str) -> str:
         """Between two staircases: along the upper one, and back along the lower one."""
-        there, back = "".join(self._stairs(high)), "".join(self._stairs(low, is_backwards=True))
-        return f'<path fill="{color}" d="M{LEFT} {self._y(high[0]):.1f}{there}{back}Z"/>'
-
-    def _stairs(self, sizes: Sequence[int], *, is_backwards: bool = False) -> Iterable[str]:
-        changes = [number for number, (one, other) in enumerate(pairwise(sizes), 1) if one != other]
-        if not is_backwards:
-            for number in changes:
-                yield f"H{self._x(number):.1f}V{self._y(sizes[number]):.1f}"
-            yield f"H{self.right}"
-            return
-        yield f"V{self._y(sizes[-1]):.1f}"
-        for number in reversed(changes):
-            yield f"H{self._x(number):.1f}V{self._y(sizes[number - 1]):.1f}"
-        yield f"H{LEFT}"
+        there = "".join(f"H{self._x(n):.1f}V{self._y(high[n]):.1f}" for n in _changes(high))
+        back = "".join(f"H{self._x(n):.1f}V{self._y(low[n - 1]):.1f}" for n in reversed(_changes(low)))
+        corner = f"H{self.right}V{self._y(low[-1]):.1f}"
+        return f'<path fill="{color}" d="M{LEFT} {self._y(high[0]):.1f}{there}{corner}{back}H{LEFT}Z"/>'
 
     def _lines(self) -> Iterable[str]:
         """What is reserved and the limit; the words of two close lines stand above both."""
         verdict = "good" if self.estimate.fits else "bad"
         is_right = self.step.peak < len(self.step.columns) / 2  # away from the words at the peak
         x, side = (self.right - 8, "end small") if is_right else (LEFT + 8, "small")
-        reserved, limit = self._y(self.estimate.reserved_bytes), self._y(limit_bytes(self.estimate))
-        name = limit_line(self.estimate)
-        # Where there is no allocator, it takes what tensors have.
-        has_reserved = self.estimate.reserved_bytes > self.estimate.peak_bytes
-        if has_reserved:
-            words = f"reserved {format_bytes(self.estimate.reserved_bytes)}"
-            y = limit - _ROW_PIXELS if self.scale.has_limit and 0 <= reserved - limit < _ROW_PIXELS + 6 else reserved
-            yield f'<path class="needed" d="M{LEFT} {reserved:.1f}H{self.right}"/>{text_at(x, y - 6, words, side)}'
+        reserved_bytes, name = self.estimate.reserved_bytes, limit_line(self.estimate)
+        lines = []
+        if reserved_bytes > self.estimate.peak_bytes:  # where there is no allocator, it takes what tensors have
+            lines.append((self._y(reserved_bytes), "needed", f"reserved {format_bytes(reserved_bytes)}", side))
         if self.scale.has_limit:
+            limit = self._y(limit_bytes(self.estimate))
+            lines.append((limit, f"limit {verdict}", name, f"{side} strong {verdict}"))
             if not self.estimate.fits:
                 yield rectangle(LEFT, TOP, self.right - LEFT, limit - TOP, "beyond")
-            y = reserved - _ROW_PIXELS if has_reserved and 0 < limit - reserved < _ROW_PIXELS + 6 else limit
-            yield f'<path class="limit {verdict}" d="M{LEFT} {limit:.1f}H{self.right}"/>'
-            yield text_at(x, y - 6, name, f"{side} strong {verdict}")
         elif name:
             yield text_at(x, TOP + 18 + _ROW_PIXELS, f"{name} \N{UPWARDS ARROW}", f"{side} strong {verdict}")
+        above = -math.inf
+        for y, kind, words, style in sorted(lines):
+            yield f'<path class="{kind}" d="M{LEFT} {y:.1f}H{self.right}"/>'
+            yield text_at(x, (y if y - above >= _ROW_PIXELS + 6 else above - _ROW_PIXELS) - 6, words, style)
+            above = y
 
     def _peak(self) -> Iterable[str]:
         x, y, words = (
@@ -401,6 +392,11 @@ class _Drawing:
         yield f'<path class="pointer" d="M{x:.1f} {y:.1f}V{TOP + 22}"/>'
         yield f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
         yield text_at(middle, TOP + 17, words, "middle small")
+
+
+def _changes(sizes: Sequence[int]) -> list[int]:
+    """Columns whose size is another than that of the column before."""
+    return [number for number, (one, other) in enumerate(pairwise(sizes), 1) if one != other]
 
 
 def _data(step: Step) -> dict[str, Any]:
