@@ -64,7 +64,9 @@ def _run(arguments: list[str], *, is_process: bool) -> None:
         main_parser().print_help()
     elif command in (ESTIMATE, PLAN) and not {*_HELP}.isdisjoint(arguments):
         dry_run_parser(command).print_help()
-    elif command in (ESTIMATE, PLAN) and _asks_for_list(arguments):
+    elif command in (ESTIMATE, PLAN) and "--device=list" in map(
+        str.lower, (*arguments, *map("=".join, pairwise(arguments)))
+    ):
         _show(device_list())
     elif command == "--version":
         print(f"{PROGRAM} {__version__}")
@@ -76,10 +78,6 @@ def _run(arguments: list[str], *, is_process: bool) -> None:
         run(arguments, _show, is_process=is_process)
     else:
         _refuse(command)
-
-
-def _asks_for_list(arguments: Sequence[str]) -> bool:
-    return "--device=list" in (word.lower() for word in (*arguments, *map("=".join, pairwise(arguments))))
 
 
 def _run_on_files(command: str, *args: str) -> None:

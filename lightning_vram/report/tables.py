@@ -43,11 +43,6 @@ def literal(text: str) -> str:
     return escape(printable(text))
 
 
-def format_optional_bytes(num_bytes: int | None) -> str:
-    """A size, or a dash where none is known."""
-    return NOT_KNOWN if num_bytes is None else format_bytes(num_bytes)
-
-
 def format_seconds(seconds: float | None) -> str:
     """A duration in seconds or milliseconds, or a dash where none is known."""
     if seconds is None:
@@ -122,7 +117,7 @@ def memory_table(measurements: Sequence[Measurement]) -> Table:
     def add(name: str, read: Callable[[Measurement], int | None]) -> None:
         sizes = [read(peak) for peak in peaks]
         if any(size is not None for size in sizes):
-            table.add_row(name, *map(format_optional_bytes, sizes))
+            table.add_row(name, *(NOT_KNOWN if size is None else format_bytes(size) for size in sizes))
 
     add("peak allocated", lambda peak: peak.peak_allocated_bytes)
     add("peak reserved", lambda peak: peak.peak_reserved_bytes)
