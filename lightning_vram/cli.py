@@ -21,7 +21,6 @@ from lightning_vram.commands.options import (
     INTERRUPTED,
     PLAN,
     PROGRAM,
-    complete,
     describe,
     device_list,
     did_you_mean,
@@ -65,14 +64,12 @@ def _run(arguments: list[str], *, is_process: bool) -> None:
         main_parser().print_help()
     elif command in (ESTIMATE, PLAN) and not {*_HELP}.isdisjoint(arguments):
         dry_run_parser(command).print_help()
-    elif command in (ESTIMATE, PLAN) and _asks_for_list(arguments):
+    elif command in (ESTIMATE, PLAN) and "--device=list" in map(
+        str.lower, (*arguments, *map("=".join, pairwise(arguments)))
+    ):
         _show(device_list())
     elif command == "--version":
         print(f"{PROGRAM} {__version__}")
-    elif command == "--complete":  # followed by the program, the word at the cursor and the word before it
-        typed = os.environ.get("COMP_LINE", "").split()
-        _, _, word, before = [*arguments, "", "", ""][:4]
-        print("\n".join(complete([*typed, "", ""][1], word, before)))
     elif command in FILE_COMMANDS:
         _run_on_files(command, *arguments[1:])
     elif command in COMMANDS or command.startswith("-"):
@@ -81,10 +78,6 @@ def _run(arguments: list[str], *, is_process: bool) -> None:
         run(arguments, _show, is_process=is_process)
     else:
         _refuse(command)
-
-
-def _asks_for_list(arguments: Sequence[str]) -> bool:
-    return "--device=list" in (word.lower() for word in (*arguments, *map("=".join, pairwise(arguments))))
 
 
 def _run_on_files(command: str, *args: str) -> None:

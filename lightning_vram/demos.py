@@ -3,17 +3,16 @@
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
-
-from lightning_vram.argument_checks import check_positive_int
 
 MLP_RATIO = 4
 INIT_STD = 0.02
@@ -114,8 +113,7 @@ class ByteGPT(pl.LightningModule):
         tie_head: Whether the head uses the embedding's weight.
 
     Raises:
-        TypeError: If a size is no ``int``.
-        ValueError: If a size is below 1, ``num_heads`` does not divide ``width``, or ``dropout`` is not in [0, 1).
+        ValueError: If ``num_heads`` does not divide ``width``.
 
     Shape:
         Batch: tokens [B, T + 1] of dtype int64, 0 to 255.
@@ -131,13 +129,8 @@ class ByteGPT(pl.LightningModule):
         tie_head: bool = True,  # noqa: FBT001, FBT002 - set by name in configuration files
     ) -> None:
         super().__init__()
-        sizes = {"num_layers": num_layers, "width": width, "num_heads": num_heads, "sequence_length": sequence_length}
-        for name, value in sizes.items():
-            check_positive_int(f"ByteGPT({name})", value)
         if width % num_heads:
             raise ValueError(f"ByteGPT(num_heads) must divide width={width}, got {num_heads}.")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"ByteGPT(dropout) must be at least 0 and below 1, got {dropout}.")
         self.save_hyperparameters()
         self.net = GPT(NUM_BYTES, num_layers, width, num_heads, sequence_length, dropout)
         if tie_head:
@@ -192,8 +185,7 @@ class SourceText(pl.LightningDataModule):
         path: Folder of ``*.py`` files, searched with its subfolders. ``None`` is the standard library.
 
     Raises:
-        TypeError: If a size is no ``int``.
-        ValueError: If a size is below 1, or the text is shorter than one window.
+        ValueError: If the text is too short for windows of that length.
         FileNotFoundError: If ``path`` holds no ``*.py`` file.
 
     Shape:
@@ -208,10 +200,6 @@ class SourceText(pl.LightningDataModule):
         path: str | None = None,
     ) -> None:
         super().__init__()
-        check_positive_int("SourceText(batch_size)", batch_size)
-        check_positive_int("SourceText(sequence_length)", sequence_length)
-        if num_train_bytes is not None:
-            check_positive_int("SourceText(num_train_bytes)", num_train_bytes)
         self.batch_size = batch_size
         self.sequence_length = sequence_length
         self.num_train_bytes = num_train_bytes
@@ -230,12 +218,13 @@ class SourceText(pl.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Tensor]:
-        windows = _Windows(self._split()[0][: self.num_train_bytes], self.sequence_length)
-        return DataLoader(windows, batch_size=self.batch_size, shuffle=True, drop_last=len(windows) > self.batch_size)
+        windows = self._windows(self._split()[0][: self.num_train_bytes])
+        is_many = len(windows) > self.batch_size
+        return DataLoader(windows, batch_size=self.batch_size, shuffle=True, drop_last=is_many, collate_fn=_collate)
 
     @override
     def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(_Windows(self._split()[1], self.sequence_length), batch_size=self.batch_size)
+        return DataLoader(self._windows(self._split()[1]), batch_size=self.batch_size, collate_fn=_collate)
 
     @override
     def test_dataloader(self) -> DataLoader[Tensor]:
@@ -246,25 +235,18 @@ class SourceText(pl.LightningDataModule):
         return self.val_dataloader()
 
     def _split(self) -> tuple[Tensor, Tensor]:
-        if self._text is None:
-            raise RuntimeError("SourceText has no text before setup(). Pass it to a Trainer, or call setup('fit').")
+        self.setup("fit")
+        assert self._text is not None
         start = len(self._text) - len(self._text) // VALIDATION_SHARE
         return self._text[:start], self._text[start:]
 
+    def _windows(self, text: Tensor) -> Any:
+        """Return consecutive windows of T + 1 bytes; each starts with the last byte of the one before."""
+        return text.unfold(0, self.sequence_length + 1, self.sequence_length)
 
-class _Windows(Dataset[Tensor]):
-    """Consecutive windows of T + 1 bytes; each starts with the last byte of the one before."""
 
-    def __init__(self, text: Tensor, sequence_length: int) -> None:
-        self.text = text
-        self.sequence_length = sequence_length
-
-    def __len__(self) -> int:
-        return (len(self.text) - 1) // self.sequence_length
-
-    def __getitem__(self, index: int) -> Tensor:
-        start = index * self.sequence_length
-        return self.text[start : start + self.sequence_length + 1].long()
+def _collate(windows: list[Tensor]) -> Tensor:
+    return torch.stack(windows).long()
 
 
 def read_sources(folder: Path) -> Tensor:
@@ -348,22 +330,12 @@ class DigitsResNet(pl.LightningModule):
         width: Channels inside the bottlenecks of the first stage; doubles with each stage.
         in_channels: Channels of the images.
 
-    Raises:
-        TypeError: If a size is no ``int``.
-        ValueError: If a size is below 1 or there is no stage.
-
     Shape:
         Batch: images [B, in_channels, H, W] of dtype float32, labels [B] of dtype int64.
     """
 
     def __init__(self, blocks_per_stage: Sequence[int] = (2, 2), width: int = 16, in_channels: int = 1) -> None:
         super().__init__()
-        if not blocks_per_stage:
-            raise ValueError("DigitsResNet(blocks_per_stage) must name at least one stage, got none.")
-        for num_blocks in blocks_per_stage:
-            check_positive_int("DigitsResNet(blocks_per_stage)", num_blocks)
-        check_positive_int("DigitsResNet(width)", width)
-        check_positive_int("DigitsResNet(in_channels)", in_channels)
         self.save_hyperparameters()
         self.net = ResNet(blocks_per_stage, width, in_channels, NUM_DIGITS)
         self.val_accuracy = MulticlassAccuracy(NUM_DIGITS, average="micro")
@@ -411,8 +383,6 @@ class DigitsData(pl.LightningDataModule):
         image_size: Height and width H of the images, enlarged from 8.
 
     Raises:
-        TypeError: If a size is no ``int``.
-        ValueError: If a size is below 1.
         ModuleNotFoundError: In ``setup``, if scikit-learn is not installed.
 
     Shape:
@@ -421,8 +391,6 @@ class DigitsData(pl.LightningDataModule):
 
     def __init__(self, batch_size: int = 32, image_size: int = 8) -> None:
         super().__init__()
-        check_positive_int("DigitsData(batch_size)", batch_size)
-        check_positive_int("DigitsData(image_size)", image_size)
         self.batch_size = batch_size
         self.image_size = image_size
         self._digits: tuple[Tensor, Tensor] | None = None
@@ -447,8 +415,8 @@ class DigitsData(pl.LightningDataModule):
         return self.val_dataloader()
 
     def _slice(self, part: slice) -> TensorDataset:
-        if self._digits is None:
-            raise RuntimeError("DigitsData has no images before setup(). Pass it to a Trainer, or call setup('fit').")
+        self.setup("fit")
+        assert self._digits is not None
         return TensorDataset(*(tensor[part] for tensor in self._digits))
 
 

@@ -1,12 +1,10 @@
 """Errors of a command: one line with a hint for a mistake of the user, a traceback for a bug."""
 
-import importlib
 import inspect
 import os
 import re
 import sysconfig
 import traceback
-from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import NoReturn
@@ -30,51 +28,19 @@ from lightning_vram.commands.options import (
 )
 from lightning_vram.core.ranks import CheckpointError
 
-_KEY = re.compile(r'Parser key "(?P<key>[^"]+)":\s*(?P<rest>.*)')
-_CLASS = re.compile(r"Problem with given class_path '(?P<path>[^']+)':\s*(?P<rest>.*)")
+_KEY = re.compile(r'Parser key "([^"]+)"|Problem with given class_path \'([^\']+)\'')
 _TYPE = re.compile(r"(?:a )?<class '(?:\w+\.)*(\w+)'>")
 # What jsonargparse writes around the reason: the alternatives of a type that did not fit either.
 _NOISE = re.compile(
     r"(Does not validate against any of the Union subtypes|Subtypes:|Errors:|Given value type:|Not a valid subclass of|"
     r"Subclass types expect one of:|a class path \(str\)|a dict with(out)? |Expected a <class 'NoneType'>|"
-    r"Expected a path but .* not accessible|in \"<unicode string>\")"
+    r"Expected a path but .* not accessible|in \"<unicode string>\"|Given value: (\[|Namespace|NestedArg))"
 )
-_PATH_WANTED = "Expected a dot import path string: "  # also of types whose classes have no such name
-_VALUE = "Given value: "
 _MAX_VALUE = 80
 _MAX_LINE = 1000
 _REQUIRED = re.compile(r"the following arguments are required: (?:\w+\.)?(?P<name>\w+)$")
 _UNKNOWN_ARGUMENT = re.compile(r"unrecognized arguments: (?P<name>[^\s=]+)")
 _UNKNOWN_KEY = re.compile(r"Subcommand '\w+' does not accept option '(?P<name>[\w.]+)'")
-_NO_OPTION = re.compile(r"(?P<module>[\w.]+)\.(?P<kind>\w+): Option '(?P<name>\w+)' is not accepted.*")
-
-
-@dataclass
-class _Reason:
-    keys: list[tuple[int, str]] = field(default_factory=list)  # with their indents
-    texts: list[str] = field(default_factory=list)
-    value: str = ""
-    no_path: str = ""
-
-    def take(self, line: str, indent: int) -> bool:
-        """Read one line; ``False`` after the innermost value: the lines after it describe outer alternatives."""
-        found = _KEY.match(line) or _CLASS.match(line)
-        if found:
-            if self.texts:
-                return False
-            place, rest = found.groups()
-            self.keys = [*(key for key in self.keys if key[0] < indent), (indent, place)]
-            return self.take(rest, indent) if rest else True
-        if line.startswith(_VALUE):
-            if self.texts and not line.startswith((f"{_VALUE}[", f"{_VALUE}Namespace", f"{_VALUE}NestedArg")):
-                self.value = line.removeprefix(_VALUE)[:_MAX_VALUE]
-            return not self.texts
-        if line.startswith(_PATH_WANTED):
-            self.no_path = line
-            return True
-        if line and not _NOISE.match(line) and line not in self.texts:
-            self.texts.append(line)
-        return True
 
 
 def condense_error(message: str) -> str:
@@ -84,15 +50,15 @@ def condense_error(message: str) -> str:
         >>> condense_error('Parser key "trainer.max_steps":\n  Expected a <class \'int\'>. Got value: abc')
         'trainer.max_steps: Expected int. Got value: abc'
     """
-    reason = _Reason()
-    for line in message.splitlines():
-        if not reason.take(line.strip().removeprefix("- "), len(line) - len(line.lstrip())):
-            break
-    texts = reason.texts or [reason.no_path or " ".join(message.split())]
-    text = ": ".join([*(key for _, key in reason.keys), "; ".join(texts)])
-    if reason.value and reason.value not in text:
-        text = f"{text}, got {reason.value}"
-    text = _TYPE.sub(r"\1", text)
+    lines = (line.strip().removeprefix("- ") for line in message.splitlines())
+    text = "; ".join(dict.fromkeys(line for line in lines if line and not _NOISE.match(line)))
+    # What follows the innermost value describes outer alternatives.
+    text, _, rest = (text or " ".join(message.split())).partition("; Given value: ")
+    value = rest.partition("; ")[0][:_MAX_VALUE]
+    if value and value not in text:
+        text = f"{text}, got {value}"
+    text = _TYPE.sub(r"\1", _KEY.sub(r"\1\2", text.replace(":; ", ": ")))
+    text = re.sub(r"(; [^;]*:)+$", "", text)  # alternatives of which nothing is left
     return text if len(text) <= _MAX_LINE else text[: _MAX_LINE - 3] + "..."
 
 
@@ -108,7 +74,7 @@ def explain(message: str) -> str:
         return line + _unknown_argument(found["name"])
     if found := _UNKNOWN_KEY.match(line):
         return line + _unknown_argument(f"--{found['name']}").replace("--", "")
-    return _NO_OPTION.sub(_unknown_option, line)
+    return line
 
 
 def _unknown_argument(name: str) -> str:
@@ -124,16 +90,6 @@ def _last_word(name: str) -> str:
     return name.rpartition(".")[2].removeprefix("--")
 
 
-def _unknown_option(found: re.Match[str]) -> str:
-    name, kind = found["name"], found["kind"]
-    try:
-        parameters = inspect.signature(getattr(importlib.import_module(found["module"]), kind)).parameters.values()
-    except (ImportError, AttributeError):  # a class inside another
-        return f"{kind} has no option {name!r}."
-    options = [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    return f"{kind} has no option {name!r}.{did_you_mean(name, options)} Its options: {', '.join(options) or 'none'}."
-
-
 _CONFIGURATION = (MisconfigurationException, OmegaConfBaseException)
 _OWN_KINDS = (CheckpointError, FileNotFoundError, IsADirectoryError, ModuleNotFoundError, ValueError, UnpicklingError)
 _OWN, _LIGHTNING = (f"{Path(file).parent}{os.sep}" for file in (Path(__file__).parent, str(lightning.__file__)))
@@ -143,21 +99,16 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 def is_complete_message(error: Exception) -> bool:
     """Whether this package or Lightning wrote the message for the user."""
-    if isinstance(error, _CONFIGURATION):
-        return True
-    place = _raised_in(error)
-    return (place.startswith(_OWN) and isinstance(error, _OWN_KINDS)) or (
-        place.startswith(_ARGUMENTS) and isinstance(error, ValueError)
-    )
+    is_checked = _raised_in(error).startswith((_OWN, _ARGUMENTS))
+    return isinstance(error, _CONFIGURATION) or (is_checked and isinstance(error, _OWN_KINDS))
 
 
 def is_mistake_of_user(error: Exception, *, is_running: bool) -> bool:
     """Whether one line is enough for an error; ``is_running``: the user's code ran, in which bugs may be."""
-    if is_complete_message(error):
-        return True
-    if is_running:  # a checkpoint that is missing
-        return _raised_in(error).startswith(_LIGHTNING) and isinstance(error, FileNotFoundError)
-    return isinstance(error, (*_OWN_KINDS, RecursionError, TypeError))
+    if is_running and isinstance(error, FileNotFoundError):  # a checkpoint that is missing
+        return is_complete_message(error) or _raised_in(error).startswith(_LIGHTNING)
+    kinds = () if is_running else (*_OWN_KINDS, RecursionError, TypeError)
+    return is_complete_message(error) or isinstance(error, kinds)
 
 
 def one_line(error: Exception) -> str:

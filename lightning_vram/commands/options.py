@@ -1,4 +1,4 @@
-"""Subcommands and their own options, as data: help and shell completion need neither PyTorch nor Lightning."""
+"""Subcommands and their own options, as data: help needs neither PyTorch nor Lightning."""
 
 import difflib
 import os
@@ -62,12 +62,6 @@ COMMANDS = {
     "report": "print a recording of VRAMMonitor",
     "consolidate": "convert a sharded checkpoint to one file",
     "presets": "list configuration files that come with the package, or copy them",
-}
-_OF_FILES = {
-    "report": ("--json",),
-    "consolidate": ("--weights_only", "--verify"),
-    "calibrate": ("--output",),
-    "presets": ("--all", "--output"),
 }
 FIT_OPTIONS = ("--config", "--model", "--data", "--trainer", "--optimizer", "--lr_scheduler", "--seed_everything")
 
@@ -177,21 +171,6 @@ def device_list() -> str:
     width = max(len(device.name) for device in devices) + 2
     listed = "\n".join(f"{device.name:{width}}{format_bytes(device.memory_bytes):>11}" for device in devices)
     return f"{listed}\n\nCase and spaces do not matter: --device rtx4090. `cpu` is this host."
-
-
-def complete(command: str, word: str, before: str) -> list[str]:
-    """Return what may stand at ``word``; nothing where it is a file or a value, which shells complete on their own."""
-    found: list[str] = []
-    if before == PROGRAM:
-        found = [*COMMANDS, "--help", "--version"]
-    elif before == "--device" and command in _OWN:
-        found = [device.name.lower().replace(" ", "") for device in known_devices()]
-    elif command == "presets" and not word.startswith("-"):
-        found = preset_names()
-    elif word.startswith("-"):
-        own = [f"--{name}" for name in options_of(command)] if command in _OWN else _OF_FILES.get(command, ())
-        found = [*own, *(() if command in _OF_FILES else (*FIT_OPTIONS, "--ckpt_path")), "--help"]
-    return [name for name in found if name.startswith(word)]
 
 
 def preset_names() -> list[str]:

@@ -1,38 +1,65 @@
 """Commands that make the classes of a configuration: ``fit`` and its like, ``estimate``, ``plan``."""
 
+import json
+import re
+import shlex
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from types import MethodType
+from typing import Any, TypeVar
 
+import torch
+import yaml  # type: ignore[import-untyped]
 from jsonargparse import Namespace, set_parsing_settings
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import RenderableType
+from torch import Tensor
 from typing_extensions import override
 
 import lightning_vram.public_names  # noqa: F401 - registers strategies, and lets classes be found by short names
+from lightning_vram.argument_checks import check_choice
 from lightning_vram.callbacks.auto_vram import AutoVRAM
 from lightning_vram.callbacks.slurm_requeue import SlurmJob, SlurmRequeue, check_job
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
-from lightning_vram.commands.dry_run import DryRunCLI, DryRunCommand, EstimateCommand, PlanCommand
-from lightning_vram.commands.errors import PARSER_MODE, CommandParser, is_mistake_of_user, one_line
-from lightning_vram.commands.options import ESTIMATE, PLAN, PROGRAM, fail, is_debugging
+from lightning_vram.commands.errors import (
+    PARSER_MODE,
+    CommandParser,
+    is_complete_message,
+    is_mistake_of_user,
+    one_line,
+    where,
+)
+from lightning_vram.commands.options import DOES_NOT_FIT, ESTIMATE, PLAN, PROGRAM, fail, is_debugging, options_of
+from lightning_vram.estimation.estimate import spec_of
 from lightning_vram.memory.device.accelerators import configure_allocator, empty_cache
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
+from lightning_vram.memory.estimate.device_spec import DeviceSpec, find_device
+from lightning_vram.memory.estimate.fake_device import UntouchedWeights
+from lightning_vram.memory.estimate.result import MemoryEstimate
+from lightning_vram.memory.units import parse_limit
+from lightning_vram.planner.plan import MemoryPlan, PlanError, budget_bytes_of
+from lightning_vram.planner.scheme import LEVELS
 from lightning_vram.precision import LeanMixedPrecision
 from lightning_vram.private_names.lightning import method_arguments, read_argument
 from lightning_vram.report.comparison import FitResult, comparison_table
+from lightning_vram.report.drawing import check_picture_path
+from lightning_vram.report.estimate import estimate_memory, estimate_table
+from lightning_vram.report.plan import choices, plan_memory, plan_table
+from lightning_vram.report.progress import ProgressDisplay
 from lightning_vram.startup import let_through
 from lightning_vram.strategies.fsdp_offload import STRATEGY_NAMES
 from lightning_vram.techniques.sharded_checkpoints import read_values
 
+_Kind = TypeVar("_Kind")
 _OWN_PACKAGE = "lightning_vram"
 _PART_ARGUMENTS = ("callbacks", "plugins")  # of the Trainer
 _SAVES_NO_MEMORY = (VRAMMonitor.__name__, SlurmRequeue.__name__)
@@ -89,16 +116,16 @@ class VRAMCLI(LightningCLI):
                 raise MisconfigurationException(
                     "compare_with_baseline=true needs a seed for both fits, got seed_everything=false. Give a number."
                 )
-            if _find_monitor(self) is None:
+            if _find(self, VRAMMonitor) is None:
                 raise MisconfigurationException(
                     "compare_with_baseline=true needs a lightning_vram.VRAMMonitor among trainer.callbacks, got none."
                 )
-            if not self._own_parts() and not self._has_own_strategy():
+            if not self._own_names():
                 raise MisconfigurationException(
                     "compare_with_baseline=true needs features of lightning_vram to leave out of trainer.callbacks, "
                     "trainer.plugins or trainer.strategy, got none."
                 )
-        if not any(isinstance(callback, SlurmRequeue) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
+        if _find(self, SlurmRequeue) is None:
             let_through()
         self.is_running = True
 
@@ -106,19 +133,19 @@ class VRAMCLI(LightningCLI):
         """Compare with the baseline if asked to. ``LightningCLI`` calls this."""
         if not read_argument(self, "compare_with_baseline"):
             return
-        optimized, parts = _read_result(self), self._own_parts()
+        optimized, names = _read_result(self), self._own_names()
         picture = _draw_step(self)
         trainer: Namespace = read_argument(self, "trainer")
         for argument in _PART_ARGUMENTS:
-            trainer[argument] = [part for part in self._parts(argument) if part not in parts and not _resumes(part)]
-        if any(part.class_path.rpartition(".")[2] == LeanMixedPrecision.__name__ for part in parts):
+            trainer[argument] = [
+                part for part in self._parts(argument) if _own_name(part) in ("", VRAMMonitor.__name__)
+            ]
+        if LeanMixedPrecision.__name__ in names:
             trainer.precision = self.trainer.precision  # Lightning's own, so that both compute alike
-        names = [part.class_path.rpartition(".")[2] for part in parts]
-        if self._has_own_strategy():
-            names.append("fsdp_offload")
+        if "fsdp_offload" in names:
             trainer.strategy = "ddp" if self.trainer.world_size > 1 else "auto"
         baseline = self._fit_again()
-        if _is_rank_zero():
+        if self.trainer.is_global_zero:
             self._show("")
             self._show(comparison_table(baseline, optimized, " and ".join(names)))
             if picture is not None:
@@ -128,16 +155,13 @@ class VRAMCLI(LightningCLI):
         parts = read_argument(self, "trainer")[argument] or []
         return parts if isinstance(parts, list) else [parts]
 
-    def _own_parts(self) -> list[Namespace]:
-        """The memory-saving callbacks and plugins of this package in the configuration."""
+    def _own_names(self) -> list[str]:
+        """The memory-saving callbacks, plugins and strategy of this package in the configuration."""
         parts = [part for argument in _PART_ARGUMENTS for part in self._parts(argument)]
-        return [part for part in parts if isinstance(part, Namespace) and _is_memory_saver(part.class_path)]
-
-    def _has_own_strategy(self) -> bool:
+        names = [name for name in map(_own_name, parts) if name and name not in _SAVES_NO_MEMORY]
         strategy = read_argument(self, "trainer").strategy
-        if isinstance(strategy, str):
-            return strategy.lower() in STRATEGY_NAMES
-        return isinstance(strategy, Namespace) and strategy.class_path.split(".")[0] == _OWN_PACKAGE
+        is_own = strategy.lower() in STRATEGY_NAMES if isinstance(strategy, str) else bool(_own_name(strategy))
+        return names + ["fsdp_offload"] * is_own
 
     def _fit_again(self) -> FitResult:
         device = self.trainer.strategy.root_device
@@ -147,7 +171,7 @@ class VRAMCLI(LightningCLI):
         with tempfile.TemporaryDirectory(prefix=f"{PROGRAM}-") as folder:
             read_argument(self, "trainer").default_root_dir = folder  # where no folder is named
             self.instantiate_classes()
-            if _is_rank_zero():
+            if self.trainer.is_global_zero:
                 self._show("Training again without lightning_vram, for comparison ...")
             try:
                 self.trainer.fit(**method_arguments(self, "fit"))
@@ -158,32 +182,23 @@ class VRAMCLI(LightningCLI):
             return _read_result(self)
 
 
-def _is_rank_zero() -> bool:
-    return int(getattr(rank_zero_only, "rank", 0)) == 0
+def _own_name(part: Any) -> str:
+    """Return the name of a class of this package; empty if it is of another."""
+    package, _, name = (part.class_path if isinstance(part, Namespace) else "").rpartition(".")
+    return name if package.split(".")[0] == _OWN_PACKAGE else ""
 
 
-def _is_memory_saver(class_path: str) -> bool:
-    package, _, name = class_path.rpartition(".")
-    return package.split(".")[0] == _OWN_PACKAGE and name not in _SAVES_NO_MEMORY
-
-
-def _resumes(part: Any) -> bool:
-    """Whether it is a :class:`SlurmRequeue`, which has had the one fit of this program that it resumes."""
-    return isinstance(part, Namespace) and part.class_path.rpartition(".")[2] == SlurmRequeue.__name__
-
-
-def _find_monitor(cli: LightningCLI) -> VRAMMonitor | None:
-    """Return the monitor among the callbacks."""
+def _find(cli: LightningCLI, kind: type[_Kind]) -> _Kind | None:
     callbacks: list[Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
-    return next((callback for callback in callbacks if isinstance(callback, VRAMMonitor)), None)
+    return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
 def _draw_step(cli: LightningCLI) -> Path | None:
     """Draw the step that was tracked, in the log folder of the run."""
-    monitor = _find_monitor(cli)
+    monitor = _find(cli, VRAMMonitor)
     if monitor is None or monitor.path is None or monitor.timeline is None or cli.trainer.global_rank:
         return None
-    auto = next((callback for callback in cli.trainer.callbacks if isinstance(callback, AutoVRAM)), None)  # type: ignore[attr-defined]
+    auto = _find(cli, AutoVRAM)
     path = Path(cli.trainer.log_dir or ".") / "step.html"
     monitor.plot(path, limit=None if auto is None else auto.budget_bytes)
     return path
@@ -191,11 +206,306 @@ def _draw_step(cli: LightningCLI) -> Path | None:
 
 def _read_result(cli: LightningCLI) -> FitResult:
     """Return what there is to compare."""
-    monitor = _find_monitor(cli)
+    monitor = _find(cli, VRAMMonitor)
     weights = {name: tensor.detach().cpu().clone() for name, tensor in cli.model.state_dict().items()}
     if monitor is None:
         return FitResult(peak=None, seconds_per_batch=None, weights=weights)
     return FitResult(monitor.peaks.get("train"), monitor.seconds_per_batch, weights)
+
+
+_DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+
+
+def make_batch(shape: Any, dtype: Any = "float32", high: Any = 2) -> Any:
+    """Make the tensors of a batch.
+
+    Example:
+        >>> images, labels = make_batch([[8, 3, 4, 4], [8]], ["float32", "int64"], high=10)
+        >>> images.shape, labels.dtype
+        (torch.Size([8, 3, 4, 4]), torch.int64)
+    """
+    if isinstance(shape, Mapping) and shape:
+        return {key: make_batch(shape[key], _part(dtype, key, "dtype"), _part(high, key, "high")) for key in shape}
+    if not isinstance(shape, list) or not shape:
+        raise ValueError(
+            f"batch.shape must be sizes, as in '[8, 3, 224, 224]', or several of them, as in '[[8, 3, 224, 224], [8]]' "
+            f"or '{{tokens: [8, 1024]}}', got {shape!r}."
+        )
+    if all(isinstance(size, list | Mapping) for size in shape):
+        made = [make_batch(part, _part(dtype, i, "dtype"), _part(high, i, "high")) for i, part in enumerate(shape)]
+        return tuple(made)
+    return _make_tensor(shape, dtype, high)
+
+
+def _make_tensor(shape: list[Any], dtype: Any, high: Any) -> Tensor:
+    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in shape):
+        raise ValueError(f"batch.shape must be whole numbers of at least 1, got {shape!r}.")
+    if dtype not in _DTYPES:
+        raise ValueError(f"batch.dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}.")
+    if not isinstance(high, int) or isinstance(high, bool) or high < 1:
+        raise ValueError(f"batch.high must be a whole number of at least 1, got {high!r}.")
+    kind: torch.dtype = getattr(torch, dtype)
+    if kind.is_floating_point or kind is torch.bool:
+        return torch.zeros(shape, dtype=kind)
+    if high - 1 > torch.iinfo(kind).max:
+        raise ValueError(f"batch.high is {high}, more than {dtype} can hold.")
+    return torch.randint(high, shape, dtype=kind)
+
+
+def _part(nest: Any, key: Any, name: str) -> Any:
+    """What is said of one tensor: ``nest`` itself, if it is said of all."""
+    if not isinstance(nest, list | Mapping):
+        return nest
+    try:
+        return nest[key]
+    except (LookupError, TypeError):
+        raise ValueError(f"batch.{name} has no entry for tensor {key!r} of batch.shape, got {nest!r}.") from None
+
+
+class DryRunCLI(LightningCLI):
+    """Ask instead of fit: ``estimate`` or ``plan``, by ``name``."""
+
+    answer: Sequence[RenderableType] = ()  # what is printed; text is printed unchanged
+    exit_code = 0
+
+    def __init__(self, name: str, args: Sequence[str]) -> None:
+        set_parsing_settings(omegaconf_absolute_to_relative_paths=True)  # as for `fit`
+        self.is_running = False
+        self._name, self._args = name, args
+        self._batch: Any = None
+        self._device: str | DeviceSpec = ""
+        super().__init__(
+            args=list(args),
+            run=False,
+            save_config_callback=None,
+            parser_class=CommandParser,
+            parser_kwargs={"parser_mode": PARSER_MODE, "prog": f"{PROGRAM} {name}"},
+        )
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        for name, option in options_of(self._name).items():
+            if option.kind is bool:
+                parser.add_argument(*option.names(name), action="store_true")
+            else:
+                parser.add_argument(*option.names(name), type=option.kind, default=option.default)
+        # Those of `fit` that mean nothing here: its files are taken as they are.
+        parser.add_method_arguments(Trainer, "fit", skip=set(LightningCLI.subcommands()["fit"]))
+        parser.add_argument("--compare_with_baseline", type=bool, default=False, help="Of `fit`, ignored here.")
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)  # without a word about sys.argv
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        config = self.config
+        if config.device is None:
+            raise MisconfigurationException(
+                f"--device is missing: name the GPU to {self._name} for, such as --device rtx4090."
+            )
+        self._device = config.device
+        if config.device_memory is not None:
+            memory_bytes = parse_limit(config.device_memory, "--device_memory")
+            try:
+                self._device = replace(find_device(config.device), memory_bytes=memory_bytes)
+            except ValueError:  # it is in no list
+                self._device = DeviceSpec(config.device, memory_bytes)
+        spec = spec_of(self._device)
+        if self._name == PLAN:
+            _check_plan(config, spec, self._args)
+        if config.plot is not None:
+            check_picture_path(Path(config.plot))
+        if config.batch.shape is not None:
+            self._batch = make_batch(config.batch.shape, config.batch.dtype, config.batch.high)
+        if config.precision is not None:
+            config.trainer.precision = config.precision
+        self.trainer_class = dict  # type: ignore[assignment]  # called with the arguments of a Trainer, which is all we want
+
+    @override
+    def instantiate_classes(self) -> None:
+        with UntouchedWeights():  # a model that needs a GPU of 80 GB is made on a laptop
+            super().instantiate_classes()
+        self._make_optimizers_late()
+
+    @override
+    def after_instantiate_classes(self) -> None:
+        if self._batch is None and self.datamodule is None and not is_overridden("train_dataloader", self.model):
+            raise MisconfigurationException(
+                "there is no batch: name a datamodule (--data), or give shapes, such as --batch.shape "
+                "'[8, 3, 224, 224]', with --batch.dtype and, for integers, --batch.high."
+            )
+        self.is_running = True
+        trainer: dict[str, Any] = self.trainer  # type: ignore[assignment]
+        config = self.config
+        devices, num_nodes = config.devices, config.num_nodes
+        answer = _plan if self._name == PLAN else _estimate
+        try:
+            with ProgressDisplay() as on_progress:
+                self.answer, self.exit_code = answer(
+                    config,
+                    self._args,
+                    module=self.model,
+                    batch=self._batch,
+                    datamodule=self.datamodule if self._batch is None else None,
+                    device=self._device,
+                    trainer=trainer,
+                    devices=_count_devices(trainer["devices"]) if devices is None else devices,
+                    num_nodes=trainer["num_nodes"] if num_nodes is None else num_nodes,
+                    run_callbacks=config.run_callbacks,
+                    on_progress=on_progress,
+                )
+        except Exception as error:
+            if self._batch is None or is_complete_message(error):
+                raise
+            raise MisconfigurationException(
+                f"the step fails on the batch of --batch.shape: {type(error).__name__}: {error}. Check --batch.shape, "
+                "--batch.dtype and --batch.high: token ids need --batch.dtype int64 and --batch.high with the size of "
+                f"the vocabulary.{where(error)}"
+            ) from error
+
+    def _make_optimizers_late(self) -> None:
+        """Let the optimizer of a configuration be that of whichever copy of the module is asked for it."""
+        optimizer, scheduler = self.config_init.get("optimizer"), self.config_init.get("lr_scheduler")
+        if not optimizer:
+            return
+
+        def configure_optimizers(module: Any) -> Any:
+            made = instantiate_class(module.parameters(), optimizer)
+            return self.configure_optimizers(module, made, instantiate_class(made, scheduler) if scheduler else None)
+
+        self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
+
+
+def _count_devices(devices: Any) -> int:
+    """Read ``trainer.devices``; what stands for those of this machine is one."""
+    if isinstance(devices, list):
+        return len(devices)
+    number = int(devices) if str(devices).isdecimal() else 1
+    return max(number, 1)
+
+
+_OF_ESTIMATE = (
+    *("fits", "needed_bytes", "context_bytes", "reserved_bytes", "allocated_bytes", "peak_bytes", "host_bytes"),
+    *("world_size", "batch_size", "max_batch_size", "max_sequence_length"),
+)
+
+
+def _estimate_values(estimate: MemoryEstimate) -> dict[str, Any]:
+    """Return whether a run fits, its totals, and what uses memory at the peak."""
+    return {
+        "device": estimate.device.name,
+        "memory_bytes": estimate.device.memory_bytes,
+        **{name: getattr(estimate, name) for name in _OF_ESTIMATE},
+        "peak_operator": estimate.peak_op,
+        "by_category": {str(name): size for name, size in estimate.by_category.items()},
+        "by_phase": {str(name): size for name, size in estimate.by_phase.items()},
+        "by_module": dict(estimate.by_module),
+        "notes": list(estimate.notes),
+    }
+
+
+_Answer = tuple[list[RenderableType], int]  # with the exit code
+
+
+def _estimate(config: Namespace, _: Sequence[str], **arguments: Any) -> _Answer:
+    estimate = estimate_memory(**arguments)
+    exit_code = 0 if estimate.fits else DOES_NOT_FIT
+    if config.plot is not None:
+        estimate.plot(config.plot)
+    if config.json:
+        return [json.dumps(_estimate_values(estimate), indent=2)], exit_code
+    drawn = [f"\n{config.plot}: picture of the step."] if config.plot is not None else []
+    return [estimate_table(estimate), *drawn], exit_code
+
+
+_MARK = f"# Made by `{PROGRAM} {PLAN}`. Run: "
+_EXAMPLE = "plan.yaml"
+_IN_FIT = {"precision": "trainer.precision", "devices": "trainer.devices", "num_nodes": "trainer.num_nodes"}
+
+
+def _check_plan(config: Namespace, spec: DeviceSpec, args: Sequence[str]) -> None:
+    """Refuse options before anything is made, which takes long."""
+    budget_bytes_of("--budget", _budget(config.budget), spec)
+    if config.host_memory is not None:
+        parse_limit(config.host_memory, "--host_memory")
+    check_choice("--allow", config.allow, LEVELS)
+    if config.output is not None:
+        _check_output(Path(config.output), fit_arguments(args))
+
+
+def _plan(config: Namespace, args: Sequence[str], **arguments: Any) -> _Answer:
+    """Plan, draw and write. Where nothing fits, the error names alternatives."""
+    given = {"budget": _budget(config.budget), "host_memory": config.host_memory, "allow": config.allow}
+    try:
+        plan = plan_memory(**given, **arguments)
+    except PlanError as error:
+        message = str(error)
+        if not config.json:
+            fail(message, DOES_NOT_FIT)
+        least = {"minimum_bytes": error.minimum_bytes, "minimum": str(error.least.scheme)}
+        return [json.dumps({"fits": False, **least, "message": message}, indent=2)], DOES_NOT_FIT
+    command = shlex.join([PROGRAM, "fit", *fit_arguments(args), "--config", config.output or _EXAMPLE])
+    text = f"{_MARK}{command}\n{plan.to_yaml()}"
+    if config.plot is not None:
+        plan.plot(config.plot)
+    if config.output is not None:
+        Path(config.output).write_text(text, encoding="utf-8")
+    if config.json:
+        return [json.dumps(_plan_values(plan), indent=2)], 0
+    notes = {
+        f"\n{config.plot}: picture of memory against step time.": config.plot is not None,
+        f"\n{config.output}: the plan. Run: {command}": config.output is not None,
+        f"\n{text}\nSave this as {_EXAMPLE}, or add -o {_EXAMPLE}, and run: {command}": (
+            plan.is_needed and config.output is None
+        ),
+    }
+    return [plan_table(plan), *(note for note, holds in notes.items() if holds)], 0
+
+
+def _plan_values(plan: MemoryPlan) -> dict[str, Any]:
+    """Return the plan, its configuration, and the other choices of its table."""
+    return {
+        "fits": True,
+        **{name: getattr(plan, name) for name in ("is_needed", "budget_bytes", "host_bytes", "step_time_ratio")},
+        "device": plan.device.name,
+        "needed_bytes": plan.peak_bytes,
+        "config": yaml.safe_load(plan.to_yaml()),
+        "choices": [asdict(choice) for choice in choices(plan)],
+    }
+
+
+def fit_arguments(args: Sequence[str]) -> list[str]:
+    """Return arguments of ``plan`` as ``fit`` takes them."""
+    asked = {f"--{name}": option for name, option in options_of(PLAN).items()}
+    asked |= {option.short: option for option in asked.values() if option.short}
+    found: list[str] = []
+    rest = iter(args)
+    for word in rest:
+        option, is_joined, value = word.partition("=")
+        if option not in asked:
+            found.append(word)
+            continue
+        if not is_joined and asked[option].kind is not bool:
+            value = next(rest, "")
+        if option[2:] in _IN_FIT:
+            found.append(f"--{_IN_FIT[option[2:]]}={value}")
+    return found
+
+
+def _budget(text: str | float | None) -> str | float | None:
+    """Read a share, as ``0.5``; what else there is has a unit."""
+    return float(text) if isinstance(text, str) and re.fullmatch(r"[01]?\.\d*", text) else text
+
+
+def _check_output(path: Path, arguments: Sequence[str]) -> None:
+    """Refuse to write over what is no plan, or over what this plan adds to."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"--output: there is no folder '{path.parent}'.")
+    if path.resolve() in (Path(word.removeprefix("--config=")).resolve() for word in arguments):
+        raise MisconfigurationException(f"--output={path} is a --config of this plan: remove it there.")
+    if path.exists() and (path.is_dir() or not path.read_bytes().startswith(_MARK.encode())):
+        raise MisconfigurationException(f"--output={path} exists and is not a plan of {PROGRAM}: name another file.")
 
 
 def run(arguments: list[str], show: Callable[[RenderableType], None], *, is_process: bool) -> None:
@@ -204,27 +514,19 @@ def run(arguments: list[str], show: Callable[[RenderableType], None], *, is_proc
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     with suppress(RuntimeError):  # called by a program that has used CUDA before
         configure_allocator()
-    command = _dry_run_command(arguments)
-    kind: type[VRAMCLI] | type[DryRunCLI] = VRAMCLI if command is None else DryRunCLI
-    cli = kind.__new__(kind)  # kept when its __init__, which runs the whole command, raises
-    try:
-        if command is None:
-            cli.__init__(show, args=None if is_process else arguments)  # type: ignore[misc]
-        else:
-            with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
-                cli.__init__(command, arguments[1:])  # type: ignore[misc]
-            for part in command.answer():
-                show(part)
+    is_dry = arguments[:1] in ([ESTIMATE], [PLAN])
+    cli: Any = (DryRunCLI if is_dry else VRAMCLI).__new__(DryRunCLI if is_dry else VRAMCLI)
+    try:  # `cli` is kept when its __init__, which runs the whole command, raises
+        if not is_dry:
+            cli.__init__(show, args=None if is_process else arguments)
+            return
+        with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
+            cli.__init__(arguments[0], arguments[1:])
+        for part in cli.answer:
+            show(part)
     except Exception as error:
         if is_debugging() or not is_mistake_of_user(error, is_running=cli.is_running):
             raise
         fail(one_line(error))
-    if command is not None and command.exit_code:
-        raise SystemExit(command.exit_code)
-
-
-def _dry_run_command(arguments: Sequence[str]) -> DryRunCommand | None:
-    """What is asked of a run, if the command makes none."""
-    if arguments[:1] == [ESTIMATE]:
-        return EstimateCommand()
-    return PlanCommand(arguments[1:]) if arguments[:1] == [PLAN] else None
+    if cli.exit_code:
+        raise SystemExit(cli.exit_code)

@@ -20,7 +20,6 @@ from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.workspaces import workspaces_of
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline
 from lightning_vram.memory.units import KIB, format_argument, format_bytes, parse_bytes, parse_limit
-from lightning_vram.planner.remedies import has_plain_strategy, may_be_guarded, mode_of, remedies_for
 from lightning_vram.planner.scheme import (
     LEVELS,
     Exactness,
@@ -31,7 +30,7 @@ from lightning_vram.planner.scheme import (
     find_measured,
     with_margin,
 )
-from lightning_vram.planner.search import search
+from lightning_vram.planner.search import has_plain_strategy, may_be_guarded, mode_of, remedies_for, search
 
 HOST = "cpu"
 # Samples of results and generator states, which features store only in real runs.
@@ -66,11 +65,8 @@ class TracedSteps:
         own, card = self.run.trainer_arguments, self.run.card
         limits = {"has_strategies": has_strategies, "knows_host": host_bytes is not None}
         remedies = remedies_for(own, level, on_card=card is not None, module=self.module, **limits)
-
-        def transfer_bytes(seconds: float) -> int:
-            return 0 if card is None else int(bus_bytes_per_s(card) * seconds * _FORWARD_SHARE)
-
-        workload = Workload(budget_bytes, batch_size_of(self.batch) or 0, transfer_bytes, host_bytes)
+        transfer_bytes_per_s = 0.0 if card is None else bus_bytes_per_s(card) * _FORWARD_SHARE
+        workload = Workload(budget_bytes, batch_size_of(self.batch) or 0, transfer_bytes_per_s, host_bytes)
         return search(self, workload, remedies)
 
     def __call__(self, scheme: Scheme) -> Measured | None:
@@ -122,20 +118,20 @@ SMALLER_BATCH = "a smaller batch with accumulate_grad_batches"
 def describe_minimum(
     least: Measured, workload: Workload, level: Exactness, device_bytes: int | None, *, may_choose_strategy: bool
 ) -> str:
-    """Return the minimum of a search in which nothing fits, and what helps: a larger budget only on a larger device.
+    """Say that nothing fits, the minimum of the search, and what helps: a larger budget only on a larger device.
 
     ``device_bytes`` is ``None`` where the device has more than the budget, as far as is known.
     """
     num_bytes, budget_bytes = least.needed_bytes, workload.budget_bytes
     if num_bytes <= budget_bytes:  # only the host is too small
-        needed = least.host_bytes
+        needed, limit = least.host_bytes, f"{format_bytes(workload.host_bytes or 0)} of host memory"
         place = f", in addition to {format_bytes(margin_bytes(needed))} that must stay free"
         helps = [
             f"host_memory='{format_argument(with_margin(needed), round_up=True)}'",
             "FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which keeps optimizer state on disk",
         ]
     else:
-        needed, place = num_bytes, least.peak
+        needed, limit, place = num_bytes, format_bytes(budget_bytes), least.peak
         is_too_small = device_bytes is not None and num_bytes > device_bytes
         budget = f"budget='{format_argument(num_bytes, round_up=True)}'"
         helps = [f"a device with {format_bytes(num_bytes)}" if is_too_small else budget]
@@ -146,7 +142,8 @@ def describe_minimum(
     names = [repr(name) for name, other in LEVELS.items() if other > level]
     helps += [f"perhaps allow={' or '.join(names)}"] if names else []
     text = f"{', '.join(helps[:-1])}, or {helps[-1]}" if len(helps) > 1 else helps[0]
-    return f"The minimum found is {format_bytes(needed)}, with {least.scheme}{place}. What helps: {text}."
+    minimum = f"The minimum found is {format_bytes(needed)}, with {least.scheme}{place}."
+    return f"No plan fits {limit}. {minimum} What helps: {text}."
 
 
 class PlanError(ValueError):
@@ -295,12 +292,9 @@ def plan_memory(  # noqa: PLR0913 - by name
     if found.best is None:
         workload = Workload(budget_bytes, host_bytes=host_bytes)
         least = found.least_of(workload)
-        minimum = describe_minimum(
-            least, workload, level, spec.memory_bytes, may_choose_strategy=steps.may_choose_strategy
-        )
-        on_host = least.needed_bytes <= budget_bytes
-        there = f"{format_bytes(host_bytes or 0)} of host memory" if on_host else format_bytes(budget_bytes)
-        raise PlanError(f"No plan fits {there}. {minimum}", least)
+        may_choose = steps.may_choose_strategy
+        message = describe_minimum(least, workload, level, spec.memory_bytes, may_choose_strategy=may_choose)
+        raise PlanError(message, least)
     return MemoryPlan(spec, budget_bytes, found, own)
 
 

@@ -160,8 +160,7 @@ class Workload:
 
     budget_bytes: int  # device memory
     batch_size: int = 0  # N of the batch; 0: unknown
-    # D2H bytes during the forward of a step of so many seconds
-    transfer_bytes: Callable[[float], int] = field(default=lambda seconds: 0)
+    transfer_bytes_per_s: float = 0.0  # D2H bytes during the forward, for each second of a step
     host_bytes: int | None = None  # host memory of a node; ``None``: unknown
 
     def fits(self, measured: Measured) -> bool:

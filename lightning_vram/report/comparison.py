@@ -49,17 +49,19 @@ def comparison_table(baseline: FitResult, optimized: FitResult, parts: str) -> T
     add_names(table, "")
     add_numbers(table, "baseline", "with lightning_vram", "ratio")
 
+    fits = (baseline, optimized)
+
     def add(name: str, read: Callable[[Measurement], int | None], *, ends_section: bool = False) -> None:
-        sizes = [read(fit.peak) if fit.peak is not None else None for fit in (baseline, optimized)]
+        sizes = [None if fit.peak is None else read(fit.peak) for fit in fits]
         if any(size is not None for size in sizes):
-            cells = [_cell(fit, size) for fit, size in zip((baseline, optimized), sizes, strict=True)]
+            missing = [OUT_OF_MEMORY if fit.weights is None else NOT_KNOWN for fit in fits]
+            cells = [text if size is None else format_bytes(size) for text, size in zip(missing, sizes, strict=True)]
             table.add_row(name, *cells, _ratio(*sizes), end_section=ends_section)
 
     for category in Category:
         add(label(category), lambda peak, category=category: peak.peak_by_category.get(category))  # type: ignore[misc]
     table.add_section()
-    is_counted = any(fit.peak is not None and fit.peak.source == "allocator" for fit in (baseline, optimized))
-    if is_counted:
+    if any(fit.peak is not None and fit.peak.source == "allocator" for fit in fits):
         add("all, tracked", lambda peak: sum(peak.peak_by_category.values()) or None)
         add("max_memory_allocated", lambda peak: peak.peak_allocated_bytes)
         add("max_memory_reserved", lambda peak: peak.peak_reserved_bytes, ends_section=True)
@@ -69,12 +71,6 @@ def comparison_table(baseline: FitResult, optimized: FitResult, parts: str) -> T
     times = baseline.seconds_per_batch, optimized.seconds_per_batch
     table.add_row("time per step", *map(format_seconds, times), _ratio(*times))
     return table
-
-
-def _cell(fit: FitResult, size: int | None) -> str:
-    if size is not None:
-        return format_bytes(size)
-    return OUT_OF_MEMORY if fit.weights is None else NOT_KNOWN
 
 
 def _ratio(baseline: float | None, optimized: float | None) -> str:

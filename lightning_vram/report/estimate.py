@@ -1,15 +1,17 @@
 """An estimate as people see it: a table, a picture, a page. The numbers know nothing of these: they belong below."""
 
 import json
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.text import Text
 from typing_extensions import override
 
@@ -30,7 +32,7 @@ from lightning_vram.report.drawing import (
     rectangle,
     text_at,
 )
-from lightning_vram.report.progress import shown, shows_progress
+from lightning_vram.report.progress import shown
 from lightning_vram.report.tables import Rows, as_text, label
 
 # From the bottom: what stays all along, then what comes and goes. Colours of Okabe and Ito, which people who see
@@ -62,8 +64,7 @@ class Column:
         return sum(self.by_category.values())
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Columns that follow each other and are of one phase."""
 
     phase: Phase
@@ -142,11 +143,6 @@ def module_name(fqn: str, max_length: int = 40) -> str:
     return (fqn if len(fqn) <= max_length else "..." + fqn[3 - max_length :]) or "(no module)"
 
 
-def operator_name(op: str) -> str:
-    """An operator as people know it: ``"aten.mm.default"`` -> ``"aten.mm"``."""
-    return op.removesuffix(".default")
-
-
 def step_scale(estimate: MemoryEstimate) -> Scale:
     """The axis of a training step, which shows what the allocator has: the context is outside of it."""
     needed_bytes = max(estimate.reserved_bytes, estimate.peak_bytes)
@@ -166,40 +162,34 @@ def limit_line(estimate: MemoryEstimate) -> str:
     return f"{name} {format_bytes(limit_bytes(estimate))}"
 
 
-def reserved_line(estimate: MemoryEstimate) -> str:
-    """What the allocator takes, as text; empty if that is the peak of tensors, as where there is no allocator."""
-    is_more = estimate.reserved_bytes > estimate.peak_bytes
-    return f"reserved {format_bytes(estimate.reserved_bytes)}" if is_more else ""
-
-
 def peak_sentence(estimate: MemoryEstimate) -> str:
     """When the peak is, and what makes it."""
     peak = max(_moments(estimate.timeline), key=lambda moment: moment.live_bytes, default=None)
     if peak is None:
         return f"No tensor was on {estimate.timeline.device}."
     where = f" in {module_name(peak.module)}" if peak.module else ""
-    made = f"made by {operator_name(peak.op)}{where}"
-    return f"The peak of tensors, {format_bytes(estimate.peak_bytes)}, is in the {label(peak.phase)}, {made}."
+    made = f"{label(peak.phase)}, made by {peak.op.removesuffix('.default')}{where}"
+    return f"The peak of tensors, {format_bytes(estimate.peak_bytes)}, is in the {made}."
 
 
 def tables_of(estimate: MemoryEstimate, max_modules: int, max_name: int = 40) -> tuple[list[Rows], list[Rows]]:
     """Return tables of the tensors at the peak and of the run, and of modules, phases and the process."""
-    kinds = [kind for kind in reversed(COLORS) if kind in _kinds_in(estimate.timeline)]
+    timeline = estimate.timeline
+    found = {one.category for one in timeline.allocations if one.device == timeline.device}
+    kinds = [kind for kind in reversed(COLORS) if kind in found]
     sizes = [*((label(kind), estimate.by_category[kind]) for kind in kinds), ("all", estimate.peak_bytes)]
     facts, process = _fact_rows(estimate), _process_rows(estimate)
+    moments = [(label(phase), num_bytes) for phase, num_bytes in estimate.by_phase.items()]
+    moments += [(name, stage.timeline.peak_bytes) for name, stage in estimate.stages.items() if name != TRAIN]
     modules = [(module_name(fqn, max_name), size) for fqn, size in _module_rows(estimate, max_modules)]
     return [
         Rows("tensors at the peak", _with_share(estimate, sizes), [COLORS[kind] for kind in kinds]),
         *([Rows("the run", facts)] if facts else []),
     ], [
         Rows("modules at the peak", _with_share(estimate, modules)),
-        Rows("peak of tensors in each phase", _in_text(_moment_rows(estimate))),
+        Rows("peak of tensors in each phase", _in_text(moments)),
         *([Rows("the process", _in_text(process))] if len(process) > 1 else []),
     ]
-
-
-def _kinds_in(timeline: MemoryTimeline) -> set[Category]:
-    return {one.category for one in timeline.allocations if one.device == timeline.device}
 
 
 def _with_share(estimate: MemoryEstimate, sizes: Iterable[tuple[str, int]]) -> list[tuple[str, ...]]:
@@ -229,13 +219,6 @@ def _module_rows(estimate: MemoryEstimate, max_rows: int) -> tuple[tuple[str, in
         num_rest = sum(num_modules for *_, num_modules in rest)
         found = [*found[: max_rows - 1], (f"{num_rest} others", sum(num_bytes for _, num_bytes, _ in rest), num_rest)]
     return tuple((name, num_bytes) for name, num_bytes, _ in found)
-
-
-def _moment_rows(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
-    """Most bytes of tensors in each phase of training, and in the other stages."""
-    phases = [(label(phase), num_bytes) for phase, num_bytes in estimate.by_phase.items()]
-    others = [(name, stage.timeline.peak_bytes) for name, stage in estimate.stages.items() if name != TRAIN]
-    return (*phases, *others)
 
 
 def _process_rows(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
@@ -371,39 +354,32 @@ class _Drawing:
 
     def _area(self, low: Sequence[int], high: Sequence[int], color: str) -> str:
         """Between two staircases: along the upper one, and back along the lower one."""
-        there, back = "".join(self._stairs(high)), "".join(self._stairs(low, is_backwards=True))
-        return f'<path fill="{color}" d="M{LEFT} {self._y(high[0]):.1f}{there}{back}Z"/>'
-
-    def _stairs(self, sizes: Sequence[int], *, is_backwards: bool = False) -> Iterable[str]:
-        changes = [number for number, (one, other) in enumerate(pairwise(sizes), 1) if one != other]
-        if not is_backwards:
-            for number in changes:
-                yield f"H{self._x(number):.1f}V{self._y(sizes[number]):.1f}"
-            yield f"H{self.right}"
-            return
-        yield f"V{self._y(sizes[-1]):.1f}"
-        for number in reversed(changes):
-            yield f"H{self._x(number):.1f}V{self._y(sizes[number - 1]):.1f}"
-        yield f"H{LEFT}"
+        there = "".join(f"H{self._x(n):.1f}V{self._y(high[n]):.1f}" for n in _changes(high))
+        back = "".join(f"H{self._x(n):.1f}V{self._y(low[n - 1]):.1f}" for n in reversed(_changes(low)))
+        corner = f"H{self.right}V{self._y(low[-1]):.1f}"
+        return f'<path fill="{color}" d="M{LEFT} {self._y(high[0]):.1f}{there}{corner}{back}H{LEFT}Z"/>'
 
     def _lines(self) -> Iterable[str]:
         """What is reserved and the limit; the words of two close lines stand above both."""
         verdict = "good" if self.estimate.fits else "bad"
         is_right = self.step.peak < len(self.step.columns) / 2  # away from the words at the peak
         x, side = (self.right - 8, "end small") if is_right else (LEFT + 8, "small")
-        reserved, limit = self._y(self.estimate.reserved_bytes), self._y(limit_bytes(self.estimate))
-        words, name = reserved_line(self.estimate), limit_line(self.estimate)
-        if words:
-            y = limit - _ROW_PIXELS if self.scale.has_limit and 0 <= reserved - limit < _ROW_PIXELS + 6 else reserved
-            yield f'<path class="needed" d="M{LEFT} {reserved:.1f}H{self.right}"/>{text_at(x, y - 6, words, side)}'
+        reserved_bytes, name = self.estimate.reserved_bytes, limit_line(self.estimate)
+        lines = []
+        if reserved_bytes > self.estimate.peak_bytes:  # where there is no allocator, it takes what tensors have
+            lines.append((self._y(reserved_bytes), "needed", f"reserved {format_bytes(reserved_bytes)}", side))
         if self.scale.has_limit:
+            limit = self._y(limit_bytes(self.estimate))
+            lines.append((limit, f"limit {verdict}", name, f"{side} strong {verdict}"))
             if not self.estimate.fits:
                 yield rectangle(LEFT, TOP, self.right - LEFT, limit - TOP, "beyond")
-            y = reserved - _ROW_PIXELS if words and 0 < limit - reserved < _ROW_PIXELS + 6 else limit
-            yield f'<path class="limit {verdict}" d="M{LEFT} {limit:.1f}H{self.right}"/>'
-            yield text_at(x, y - 6, name, f"{side} strong {verdict}")
         elif name:
             yield text_at(x, TOP + 18 + _ROW_PIXELS, f"{name} \N{UPWARDS ARROW}", f"{side} strong {verdict}")
+        above = -math.inf
+        for y, kind, words, style in sorted(lines):
+            yield f'<path class="{kind}" d="M{LEFT} {y:.1f}H{self.right}"/>'
+            yield text_at(x, (y if y - above >= _ROW_PIXELS + 6 else above - _ROW_PIXELS) - 6, words, style)
+            above = y
 
     def _peak(self) -> Iterable[str]:
         x, y, words = (
@@ -418,6 +394,11 @@ class _Drawing:
         yield text_at(middle, TOP + 17, words, "middle small")
 
 
+def _changes(sizes: Sequence[int]) -> list[int]:
+    """Columns whose size is another than that of the column before."""
+    return [number for number, (one, other) in enumerate(pairwise(sizes), 1) if one != other]
+
+
 def _data(step: Step) -> dict[str, Any]:
     """What the script shows at the pointer; names that come often stand there once."""
     numbers: dict[str, int] = {}
@@ -425,7 +406,7 @@ def _data(step: Step) -> dict[str, Any]:
         [
             *(
                 numbers.setdefault(name, len(numbers))
-                for name in (label(column.phase), operator_name(column.op), column.module)
+                for name in (label(column.phase), column.op.removesuffix(".default"), column.module)
             ),
             *(column.by_category[category] for category in step.categories),
         ]
@@ -448,18 +429,15 @@ _TERMINAL_NAME = 27
 
 def estimate_table(estimate: MemoryEstimate) -> RenderableType:
     """Everything in an estimate, in about 30 lines of 100 columns, or more of fewer. It needs no colours."""
-    sides = (Group(*_spaced(side)) for side in tables_of(estimate, _TERMINAL_MODULES, _TERMINAL_NAME))
+    sides = (
+        Group(*(Padding(table.terminal(), (0, 0, 1, 0), expand=False) for table in side))
+        for side in tables_of(estimate, _TERMINAL_MODULES, _TERMINAL_NAME)
+    )
     style = f"bold {'green' if estimate.fits else 'red'}"
     words = [Text(verdict(estimate), style=style), Text(peak_sentence(estimate))]
     notes = [Text(f"Note: {note}") for note in estimate.notes]
     # side by side where the terminal is wide enough for both
     return Group(*words, "", Columns(sides, padding=(0, 2)), *notes)
-
-
-def _spaced(tables: Iterable[Rows]) -> Iterator[RenderableType]:
-    for table in tables:
-        yield table.terminal()
-        yield ""
 
 
 @dataclass(frozen=True)
@@ -484,4 +462,4 @@ class ShownEstimate(MemoryEstimate):
         picture(self).write(path)
 
 
-estimate_memory = shown(shows_progress(_estimate_memory), ShownEstimate)
+estimate_memory = shown(_estimate_memory, ShownEstimate)

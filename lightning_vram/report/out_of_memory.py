@@ -165,9 +165,15 @@ CAUSES = (
     ),
     Cause(
         "outputs or metric lists, collected over the batches",
-        lambda found: not _is_training(found) and grown_bytes_per_batch(found) is not None,
+        lambda found: (
+            found.place.work is Work.EPOCH_END or (not _is_training(found) and grown_bytes_per_batch(found) is not None)
+        ),
         _COLLECTED,
-        _describe_growth,
+        lambda found: (
+            "Collected outputs are in memory twice while they are concatenated at the end of the epoch."
+            if grown_bytes_per_batch(found) is None
+            else _describe_growth(found)
+        ),
         needs_leaner_step=False,
     ),
     Cause(
@@ -224,13 +230,6 @@ CAUSES = (
         lambda found: "Adam allocates two moments per weight in its first step.",
     ),
     Cause(
-        "the outputs of all batches, concatenated at the end of the epoch",
-        lambda found: found.place.work is Work.EPOCH_END,
-        _COLLECTED,
-        lambda found: "Collected outputs are in memory twice while they are concatenated.",
-        needs_leaner_step=False,
-    ),
-    Cause(
         "a validation, test or prediction batch is too large",
         lambda found: not _is_training(found),
         (
@@ -265,17 +264,31 @@ _LIMIT = (
 def page(found: OutOfMemory, pictures: Sequence[str] = ()) -> str:
     """Return the page."""
     cause = find_cause(found)
-    sections = [
-        f"# Out of memory: {cause.title}",
-        cause.meaning(found),
-        _facts(found),
-        _section("What helps", _remedies(found, cause)),
-        _section("What held the memory", _held(found)),
-        _section("At the ends of the last batches", _growth(found)),
-        *_pictures(pictures),
-        _section("The error", f"```text\n{found.message.strip()}\n```"),
-    ]
-    return "\n\n".join(filter(None, sections)) + "\n"
+    step = max(1, len(found.growth) // _MOST_READINGS)
+    growth = [(str(batch), format_bytes(size)) for batch, size in found.growth[::-1][::step][::-1]]
+    kinds = [(label(name), size) for name, size in found.by_category.items() if size]
+    total = sum(found.by_category.values())
+    held = [_shares("for", kinds, total), _shares("module", list(found.by_module.items())[:_MOST_MODULES], total)]
+    sections = {
+        "What helps": _remedies(found, cause),
+        "What held the memory": _paragraphs(*held),
+        "At the ends of the last batches": _table(("batch", "in tensors"), *growth) if len(growth) > 1 else "",
+    }
+    return (
+        _paragraphs(
+            f"# Out of memory: {cause.title}",
+            cause.meaning(found),
+            _facts(found),
+            *(f"## {title}\n\n{text}" for title, text in sections.items() if text),
+            *_pictures(pictures),
+            f"## The error\n\n```text\n{found.message.strip()}\n```",
+        )
+        + "\n"
+    )
+
+
+def _paragraphs(*texts: str) -> str:
+    return "\n\n".join(filter(None, texts))
 
 
 def summary(found: OutOfMemory) -> str:
@@ -284,10 +297,6 @@ def summary(found: OutOfMemory) -> str:
     best = next((choice for choice in found.remedies if choice.is_plan), None)
     helps = best.name if best is not None and cause.needs_leaner_step else cause.hints[0]
     return f"{cause.title}. What helps: {helps}. {found.cut}".rstrip()
-
-
-def _section(title: str, text: str) -> str:
-    return f"## {title}\n\n{text}" if text else ""
 
 
 def _facts(found: OutOfMemory) -> str:
@@ -318,21 +327,13 @@ def _remedies(found: OutOfMemory, cause: Cause) -> str:
     listed = "\n".join(f"- {hint}" for hint in cause.hints)
     if not found.remedies:
         reason = f"The saving of each feature was not estimated: {found.no_remedies}" if found.no_remedies else ""
-        return "\n\n".join(filter(None, (listed, reason or found.cut)))
+        return _paragraphs(listed, reason or found.cut)
     table = _table(*cells(found.remedies, "line to paste"))
     note = "Estimated with steps of this run, and the batch that ran out of memory, on fake tensors."
     if any(choice.is_plan for choice in found.remedies):
         note = f"\\* recommended. {note}"
     note += f" {found.cut}" if found.cut else ""
-    parts = [table, note, f"Or:\n\n{listed}"] if cause.needs_leaner_step else [listed, table, note]
-    return "\n\n".join(parts)
-
-
-def _held(found: OutOfMemory) -> str:
-    total = sum(found.by_category.values())
-    kinds = [(label(name), size) for name, size in found.by_category.items() if size]
-    tables = [_shares("for", kinds, total), _shares("module", list(found.by_module.items())[:_MOST_MODULES], total)]
-    return "\n\n".join(filter(None, tables))
+    return _paragraphs(*([table, note, "Or:", listed] if cause.needs_leaner_step else [listed, table, note]))
 
 
 def _shares(head: str, sizes: Iterable[tuple[str, int]], total: int) -> str:
@@ -340,22 +341,11 @@ def _shares(head: str, sizes: Iterable[tuple[str, int]], total: int) -> str:
     return _table((head, "bytes", "share"), *rows) if rows else ""
 
 
-def _growth(found: OutOfMemory) -> str:
-    if len(found.growth) < 2:
-        return ""
-    step = max(1, len(found.growth) // _MOST_READINGS)
-    rows = [(str(batch), format_bytes(size)) for batch, size in found.growth[::-1][::step][::-1]]
-    return _table(("batch", "in tensors"), *rows)
-
-
 def _pictures(names: Sequence[str]) -> list[str]:
     drawn = [f"![A step of this run on fake tensors]({name})\n\n{_LIMIT}" for name in names if name.endswith(".png")]
-    linked = [f"- [{name}]({name}){_said_of(name)}" for name in names if not name.endswith(".png")]
-    return [*drawn, "\n".join(linked)] if linked else drawn
-
-
-def _said_of(name: str) -> str:
-    return ": blocks of the allocator, for https://pytorch.org/memory_viz" if name.endswith(".pickle") else ""
+    # Other than pictures there is a snapshot only.
+    blocks = "blocks of the allocator, for https://pytorch.org/memory_viz"
+    return drawn + [f"- [{name}]({name}): {blocks}" for name in names if name.endswith(".pickle")]
 
 
 def _table(head: Sequence[str], *rows: Sequence[str]) -> str:

@@ -4,10 +4,8 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import isnan
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
@@ -15,26 +13,11 @@ from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.plan import MemoryPlan
 from lightning_vram.planner.plan import plan_memory as _plan_memory
 from lightning_vram.planner.scheme import Measured, Scheme
-from lightning_vram.report.drawing import (
-    Box,
-    Picture,
-    Spot,
-    box_around,
-    lines_between,
-    place_labels,
-    rectangle,
-    round_step,
-    slowest_shown,
-    stairs,
-    text_at,
-    unit_of,
-)
-from lightning_vram.report.progress import shown, shows_progress
-from lightning_vram.report.tables import Name, Rows, add_names, add_numbers, as_text, literal, plain_table
+from lightning_vram.report.drawing import Picture, rectangle, round_step, slowest_shown, stairs, text_at, unit_of
+from lightning_vram.report.progress import shown
+from lightning_vram.report.tables import Rows, add_names, add_numbers, as_text, literal, plain_table
 
 TIMES = "step time relative to baseline (modelled)"
-DOTS = "other configurations"
-SLOWER = "slower than the axis"
 
 
 def verdict(plan: MemoryPlan) -> str:
@@ -76,8 +59,8 @@ def cells(rows: Sequence[Choice], name: str = "configuration") -> list[tuple[str
     """Return headings and cells of a table, for any format: numbers first, and a ``*`` for the plan."""
     table: list[tuple[str, ...]] = [("", "memory", "of budget", "step time", "results", name)]
     for number, one in enumerate(rows, start=1):
-        mark, share = "* " if one.is_plan else "", "?" if isnan(one.share) else f"{one.share:.1%}"
-        time = "?" if isnan(one.step_time_ratio) else f"{one.step_time_ratio:.2f}x"
+        mark, share = "* " if one.is_plan else "", "?" if math.isnan(one.share) else f"{one.share:.1%}"
+        time = "?" if math.isnan(one.step_time_ratio) else f"{one.step_time_ratio:.2f}x"
         table.append((f"{mark}{number}", format_bytes(one.needed_bytes), share, time, one.results, one.name))
     return table
 
@@ -116,168 +99,90 @@ def _set_of(one: Measured) -> tuple[str, ...]:
     return tuple(part.name for part in one.scheme.parts)
 
 
-TIME = "Step times are modelled for this device, relative to the baseline."
-
-
 def plan_table(plan: MemoryPlan) -> RenderableType:
     """Everything in a plan, but for its YAML. One line where the run fits without changes."""
     answer = Text(verdict(plan), style="bold green")
     if not plan.is_needed:
         return answer
-    shown: list[RenderableType] = [
-        answer,
-        "",
-        choices_table(choices(plan)),
-        "",
-        Text(f"* the plan. {TIME}"),
-    ]
-    if plan.best.layers:
-        shown += ["", Text("Layers of the plan:"), Text(plan.best.layers)]
-    return Group(*shown)
-
-
-def choices_table(rows: Sequence[Choice]) -> Table:
-    """Return a table for the terminal, or for a log."""
+    rows = choices(plan)
     headings, *lines = cells(rows)
     table = plain_table()
     add_numbers(table, *headings[:-1])
     add_names(table, headings[-1])
     for one, line in zip(rows, lines, strict=True):
-        table.add_row(
-            *map(literal, line[:-1]), Name(line[-1]), style="bold green" if one.is_plan else "" if one.fits else "dim"
-        )
-    return table
-
-
-_AXIS_MARGIN = 0.14  # of an axis, beyond its outermost points
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A numbered point of the picture."""
-
-    spot: Spot
-    kind: str  # class of its elements: "good" of the plan, "faint" of what is beaten or too large
-    is_plan: bool
-    suffix: str = ""  # after the number
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A plan's picture: times relative to baseline, sizes in ``unit``."""
-
-    entries: Sequence[Entry]  # one that is far slower than the others is at the end of the axis
-    is_slower: Sequence[bool]  # of each entry: slower than the axis goes
-    others: Sequence[Spot]
-    front: Sequence[Spot]  # corners of the Pareto front
-    budget: float
-    unit: str
-    times: Spot
-    sizes: Spot
-
-
-def read_chart(plan: MemoryPlan) -> Chart:
-    """Lay out the choices of a plan, and what else was tried."""
-    found = choices(plan)
-    unit_bytes, unit = unit_of(max(found[0].needed_bytes, plan.budget_bytes))
-    times = [one.step_time_ratio for one in found]
-    last = slowest_shown(times)
-    left, right = _axis(min(times), last, 0.1)
-    budget = plan.budget_bytes / unit_bytes
-    sizes = [*(one.needed_bytes / unit_bytes for one in found), budget]
-    low, high = _axis(min(sizes), max(sizes), 0.1 * max(sizes))
-    is_slower = [time > last for time in times]
-    entries = [_entry(one, unit_bytes, right if slow else None) for one, slow in zip(found, is_slower, strict=True)]
-    unbeaten = [entry.spot for one, entry in zip(found, entries, strict=True) if one.is_unbeaten]
-    tried = [(one.seconds / plan.found.plain.seconds, one.needed_bytes / unit_bytes) for one in plan.found.tried]
-    others = [spot for spot in tried if spot[0] <= right and spot not in [entry.spot for entry in entries]]
-    front = stairs(sorted(unbeaten, key=lambda spot: (spot[0], -spot[1])))
-    return Chart(entries, is_slower, others, front, budget, unit, (left, right), (max(low, 0), high))
-
-
-def _axis(first: float, last: float, least: float) -> Spot:
-    margin = _AXIS_MARGIN * max(last - first, least)
-    return first - margin, last + margin
-
-
-def _entry(one: Choice, unit_bytes: int, end: float | None) -> Entry:
-    kind = "good" if one.is_plan else "" if one.fits and one.is_unbeaten else "faint"
-    spot = (one.step_time_ratio if end is None else end, one.needed_bytes / unit_bytes)
-    return Entry(spot, kind, one.is_plan, "" if end is None else f": {ratio(one.step_time_ratio)}")
+        table.add_row(*map(literal, line), style="bold green" if one.is_plan else "" if one.fits else "dim")
+    note = Text("* the plan. Step times are modelled for this device, relative to the baseline.")
+    layers: list[RenderableType] = ["", Text("Layers of the plan:"), Text(plan.best.layers)] if plan.best.layers else []
+    return Group(answer, "", table, "", note, *layers)
 
 
 _HEIGHT, _LEFT, _TOP, _BOTTOM, _MARGIN = 460, 56, 56, 404, 14
-_PIXELS = 4 / 3  # to a point
+_AXIS_MARGIN = 0.14  # of an axis, beyond its outermost points
 
 
 def picture(plan: MemoryPlan) -> Picture:
     """Draw a plan."""
-    chart, budget = read_chart(plan), f"budget {format_bytes(plan.budget_bytes)}"
+    found = choices(plan)
     rows: list[tuple[str, ...]] = []
-    for number, one in enumerate(choices(plan), start=1):
+    for number, one in enumerate(found, start=1):
         cells = (format_bytes(one.needed_bytes), f"{one.share:.1%}", ratio(one.step_time_ratio), one.results)
         rows += [(f"{number}. {'the plan: ' * one.is_plan}{one.name}",), cells]
     return Picture(
         verdict(plan),
         lead=f"Memory against {TIMES}.",
-        name=f"memory needed, {chart.unit}",
+        name="memory needed",
         height=_HEIGHT,
-        draw=lambda width: _draw(chart, budget, width - _MARGIN),
+        draw=lambda width: _draw(plan, found, width - _MARGIN),
         side=[Rows("memory", rows, columns=("of budget", "step time", "results"))],
         is_good=True,
     )
 
 
-def _draw(chart: Chart, budget: str, right: int) -> Iterator[str]:
-    (first, last), (low, high) = chart.times, chart.sizes
+def _draw(plan: MemoryPlan, found: Sequence[Choice], right: int) -> Iterator[str]:
+    unit_bytes, unit = unit_of(max(found[0].needed_bytes, plan.budget_bytes))
+    times = [one.step_time_ratio for one in found]
+    first, last = _axis(min(times), slowest_shown(times), 0.1)
+    most_bytes = max(found[0].needed_bytes, plan.budget_bytes)
+    low, high = _axis(min(found[-1].needed_bytes, plan.budget_bytes), most_bytes, 0.1 * most_bytes)
+    low = max(low, 0)
 
-    def at(spot: Spot) -> Spot:
-        x = _LEFT + (spot[0] - first) / (last - first) * (right - _LEFT)
-        return x, _BOTTOM - (spot[1] - low) / (high - low) * (_BOTTOM - _TOP)
+    def at(time: float, num_bytes: float) -> tuple[float, float]:
+        x = _LEFT + (min(time, last) - first) / (last - first) * (right - _LEFT)
+        return x, _BOTTOM - (num_bytes - low) / (high - low) * (_BOTTOM - _TOP)
 
-    limit = at((first, chart.budget))[1]
+    limit = at(first, plan.budget_bytes)[1]
     yield rectangle(_LEFT, _TOP, right - _LEFT, limit - _TOP, "beyond")
-    for time, words in _ticks(first, last, max(4, right // 100)):
-        x = at((time, low))[0]
-        yield f'<path class="grid" d="M{x:.1f} {_TOP}V{_BOTTOM}"/>{text_at(x, _BOTTOM + 20, words, "middle")}'
-    for size, words in _ticks(low, high, 6):
-        y = at((first, size))[1]
-        yield f'<path class="grid" d="M{_LEFT} {y:.1f}H{right}"/>{text_at(_LEFT - 8, y + 5, words, "end")}'
+    for time in _ticks(first, last, max(4, right // 100)):
+        x = at(time, low)[0]
+        yield f'<path class="grid" d="M{x:.1f} {_TOP}V{_BOTTOM}"/>{text_at(x, _BOTTOM + 20, f"{time:g}", "middle")}'
+    for size in _ticks(low / unit_bytes, high / unit_bytes, 6):
+        y = at(first, size * unit_bytes)[1]
+        yield f'<path class="grid" d="M{_LEFT} {y:.1f}H{right}"/>{text_at(_LEFT - 8, y + 5, f"{size:g}", "end")}'
     yield f'<path class="limit bad" d="M{_LEFT} {limit:.1f}H{right}"/>'
-    yield text_at(_LEFT, _TOP - 32, budget, "strong bad") + text_at(_LEFT - 10, _TOP - 8, chart.unit, "end faint")
-    kinds = [f"\N{BULLET} {DOTS}"] * bool(chart.others)
-    kinds += [f"\N{BLACK RIGHT-POINTING TRIANGLE} {SLOWER}"] * any(chart.is_slower)
-    yield text_at(_LEFT, _TOP - 10, " \N{NO-BREAK SPACE} ".join(kinds), "small faint")
+    yield text_at(_LEFT, _TOP - 32, f"budget {format_bytes(plan.budget_bytes)}", "strong bad")
+    yield text_at(_LEFT - 10, _TOP - 8, unit, "end faint")
     yield text_at((_LEFT + right) / 2, _BOTTOM + 44, TIMES, "middle small faint")
-    yield from (f'<circle class="other" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in map(at, chart.others))
-    corners = [at(spot) for spot in chart.front]
-    yield f'<path class="front" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in corners)}"/>'
-    lines = [*lines_between(corners), (_LEFT, limit, right, limit)]
-    lines += [box_around(at(spot), 8, 8) for spot in chart.others]
-    yield from _choices(chart, [at(entry.spot) for entry in chart.entries], lines, right)
+    tried = [(one.seconds / plan.found.plain.seconds, one.needed_bytes) for one in plan.found.tried]
+    yield from (f'<circle class="other" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in (at(*one) for one in tried))
+    front = stairs(sorted((one.step_time_ratio, one.needed_bytes) for one in found if one.is_unbeaten))
+    yield f'<path class="front" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in (at(*corner) for corner in front))}"/>'
+    for number, one in enumerate(found, start=1):
+        x, y = at(one.step_time_ratio, one.needed_bytes)
+        kind = "good" if one.is_plan else "" if one.fits and one.is_unbeaten else "faint"
+        yield f'<circle class="mark {kind}" cx="{x:.1f}" cy="{y:.1f}" r="11"/>'
+        yield text_at(x, y + 5, str(number), "middle small strong inside")
+        if one.step_time_ratio > last:  # far slower than the others: at the end of the axis
+            yield text_at(x, y + 27, ratio(one.step_time_ratio), "end small")
 
 
-def _choices(chart: Chart, spots: Sequence[Spot], lines: Sequence[Box], right: int) -> Iterator[str]:
-    texts = [f"{number}{entry.suffix}" for number, entry in enumerate(chart.entries, start=1)]
-    scale = 1 / _PIXELS
-    boxes = [(a * scale, b * scale, c * scale, d * scale) for a, b, c, d in (*lines, (_LEFT, _TOP, right, _BOTTOM))]
-    places = place_labels([(x * scale, y * scale) for x, y in spots], texts, boxes[:-1], boxes[-1])
-    rows = zip(chart.entries, chart.is_slower, spots, texts, places, strict=True)
-    for entry, is_slower, (x, y), text, (middle, is_far) in rows:
-        label_x, label_y = middle[0] * _PIXELS, middle[1] * _PIXELS
-        if is_far:
-            yield f'<path class="pointer" d="M{x:.1f} {y:.1f}L{label_x:.1f} {label_y:.1f}"/>'
-        size = 8 if entry.is_plan else 6
-        corners = f"M{x - 6:.1f} {y - 7:.1f}L{x + 7:.1f} {y:.1f}L{x - 6:.1f} {y + 7:.1f}Z"
-        circle = f'<circle class="mark {entry.kind}" cx="{x:.1f}" cy="{y:.1f}" r="{size}"/>'
-        yield f'<path class="mark {entry.kind}" d="{corners}"/>' if is_slower else circle
-        yield text_at(label_x, label_y + 5, text, f"middle strong {entry.kind}")
+def _axis(first: float, last: float, least: float) -> tuple[float, float]:
+    margin = _AXIS_MARGIN * max(last - first, least)
+    return first - margin, last + margin
 
 
-def _ticks(low: float, high: float, most: int) -> Iterator[tuple[float, str]]:
+def _ticks(low: float, high: float, most: int) -> list[float]:
     step = round_step((high - low) / most)
-    for number in range(math.ceil(low / step), math.floor(high / step) + 1):
-        yield number * step, f"{number * step:g}"
+    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 @dataclass(frozen=True)
@@ -302,4 +207,4 @@ class ShownPlan(MemoryPlan):
         picture(self).write(path)
 
 
-plan_memory = shown(shows_progress(_plan_memory), ShownPlan)
+plan_memory = shown(_plan_memory, ShownPlan)

@@ -60,25 +60,19 @@ class ProgressDisplay:
         self._progress.stop()
 
 
-def shows_progress(work: Callable[_P, _Result]) -> Callable[_P, _Result]:
-    """Let a function show on a terminal what it is doing, unless its caller passes an ``on_progress``."""
+def shown(work: Callable[_P, Any], kind: type[_Result]) -> Callable[_P, _Result]:
+    """Let a function return ``kind``, a dataclass derived from that of its results, which can be printed and drawn.
+
+    It shows on a terminal what it is doing, unless its caller passes an ``on_progress``.
+    """
 
     @functools.wraps(work)
     def work_and_show(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
         if kwargs.get("on_progress") is not None:
-            return work(*args, **kwargs)
-        with ProgressDisplay() as kwargs["on_progress"]:
-            return work(*args, **kwargs)
-
-    return work_and_show
-
-
-def shown(work: Callable[_P, Any], kind: type[_Result]) -> Callable[_P, _Result]:
-    """Let a function return ``kind``, a dataclass derived from that of its results, which can be printed and drawn."""
-
-    @functools.wraps(work)
-    def work_and_show(*args: _P.args, **kwargs: _P.kwargs) -> _Result:
-        found = work(*args, **kwargs)
+            found = work(*args, **kwargs)
+        else:
+            with ProgressDisplay() as kwargs["on_progress"]:
+                found = work(*args, **kwargs)
         return kind(**{field.name: getattr(found, field.name) for field in fields(found)})
 
     return work_and_show

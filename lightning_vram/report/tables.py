@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.measure import Measurement as Size
 from rich.table import Table
 from rich.text import Text
 
@@ -27,14 +26,11 @@ def label(name: str) -> str:
 
 def wrap_name(name: str, width: int) -> list[str]:
     """Break a long name after a space, or before the arguments of a feature where that is not enough."""
-    lines = _wrap(name, width)
-    if max(map(len, lines), default=0) > width:
-        lines = _wrap(re.sub(r"(?<![=\w.])([\w.]+)\((?!\))", r"\1( ", name), width)
+    for text in (name, re.sub(r"(?<![=\w.])([\w.]+)\((?!\))", r"\1( ", name)):
+        lines = wrap(text, width, break_long_words=False, break_on_hyphens=False)
+        if all(len(line) <= width for line in lines):
+            break
     return [line.replace("( ", "(") for line in lines]
-
-
-def _wrap(name: str, width: int) -> list[str]:
-    return wrap(name, width, break_long_words=False, break_on_hyphens=False)
 
 
 def printable(text: str) -> str:
@@ -45,11 +41,6 @@ def printable(text: str) -> str:
 def literal(text: str) -> str:
     """Text of a file as it stands there: nothing in it is markup, and nothing speaks to the terminal."""
     return escape(printable(text))
-
-
-def format_optional_bytes(num_bytes: int | None) -> str:
-    """A size, or a dash where none is known."""
-    return NOT_KNOWN if num_bytes is None else format_bytes(num_bytes)
 
 
 def format_seconds(seconds: float | None) -> str:
@@ -64,19 +55,6 @@ def as_text(shown: RenderableType, width: int = 100) -> str:
     file = io.StringIO()
     Console(file=file, width=width, color_system=None, legacy_windows=False).print(shown)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
-
-
-class Name:
-    """A configuration in a cell: in a small one, lines end between arguments, never within a number."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text("\n".join(wrap_name(self._text, options.max_width)))
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Size:
-        return Size(max(map(len, wrap_name(self._text, 1))), len(self._text))
 
 
 def plain_table() -> Table:
@@ -139,7 +117,7 @@ def memory_table(measurements: Sequence[Measurement]) -> Table:
     def add(name: str, read: Callable[[Measurement], int | None]) -> None:
         sizes = [read(peak) for peak in peaks]
         if any(size is not None for size in sizes):
-            table.add_row(name, *map(format_optional_bytes, sizes))
+            table.add_row(name, *(NOT_KNOWN if size is None else format_bytes(size) for size in sizes))
 
     add("peak allocated", lambda peak: peak.peak_allocated_bytes)
     add("peak reserved", lambda peak: peak.peak_reserved_bytes)

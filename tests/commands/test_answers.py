@@ -1,4 +1,4 @@
-"""What the command answers without PyTorch: help, version, files, presets, completion, mistakes."""
+"""What the command answers without PyTorch: help, version, files, presets, mistakes."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from support.parts import CONFIGS, ROOT
 import lightning_vram
 from lightning_vram.cli import main
 from lightning_vram.commands.files import FILE_COMMANDS
-from lightning_vram.commands.options import COMMANDS, complete, options_of
+from lightning_vram.commands.options import COMMANDS, options_of
 from lightning_vram.memory.device.measurement import Measurement, write_measurement
 from lightning_vram.memory.estimate.device_spec import known_devices
 
@@ -173,36 +173,3 @@ def test_presets_are_copied_with_what_their_commands_need(capsys):
     assert fail(["presets", "quickstrt"], capsys) == (
         "there is no preset 'quickstrt'. Did you mean quickstart? `lightning-vram presets` lists all."
     )
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("lightning-vram es", ["estimate"]),
-        ("lightning-vram p", ["predict", "plan", "presets"]),
-        ("lightning-vram plan --bu", ["--budget"]),
-        ("lightning-vram fit --ck", ["--ckpt_path"]),
-        ("lightning-vram report --js", ["--json"]),
-        ("lightning-vram report vr", []),  # files
-        ("lightning-vram presets quick", ["quickstart"]),
-        ("lightning-vram plan --device rtx409", ["rtx4090"]),
-    ],
-)
-def test_a_shell_completes_commands_and_options(line, found, monkeypatch, capsys):
-    monkeypatch.setenv("COMP_LINE", line)
-    words = line.split()
-    main(["--complete", "lightning-vram", words[-1], words[-2]])
-    assert capsys.readouterr().out.split() == found
-
-
-def test_an_empty_word_is_completed():
-    assert complete("", "", "lightning-vram") == [*COMMANDS, "--help", "--version"]
-    assert complete("fit", "", "--config") == []  # the shell completes files
-
-
-def test_completed_options_are_those_that_help_lists(capsys):
-    for command in FILE_COMMANDS:
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        listed = {*re.findall(r"(?<![\w-])--\w+", capsys.readouterr().out.partition("options:")[2])}
-        assert {*complete(command, "--", command)} == listed

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from lightning_vram.commands.dry_run import make_batch
+from lightning_vram.commands.run import make_batch
 
 
 def test_one_tensor():

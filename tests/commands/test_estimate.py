@@ -48,7 +48,7 @@ def asked(monkeypatch) -> dict[str, Any]:
         arguments["on_progress"]("tracing the step", 1.0)
         return estimate_of()
 
-    monkeypatch.setattr("lightning_vram.commands.dry_run.estimate_memory", shown(estimate_memory, ShownEstimate))
+    monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(estimate_memory, ShownEstimate))
     return found
 
 
@@ -129,7 +129,7 @@ def test_json_has_the_numbers_of_the_table(asked, capsys):
 def test_a_run_that_does_not_fit_has_an_exit_code_of_its_own(arguments, monkeypatch, capsys):
     small = replace(estimate_of(), device=DeviceSpec("small", 2**20))
     monkeypatch.setattr(
-        "lightning_vram.commands.dry_run.estimate_memory", shown(lambda *args, **kwargs: small, ShownEstimate)
+        "lightning_vram.commands.run.estimate_memory", shown(lambda *args, **kwargs: small, ShownEstimate)
     )
     with pytest.raises(SystemExit) as caught:
         main(["estimate", QUICKSTART, *DEVICE, *arguments])
@@ -142,7 +142,7 @@ def test_a_batch_of_the_wrong_kind_is_one_line(monkeypatch, capsys):
     def estimate_memory(module, batch, **arguments):
         torch.nn.Embedding(4, 4)(batch)
 
-    monkeypatch.setattr("lightning_vram.commands.dry_run.estimate_memory", shown(estimate_memory, ShownEstimate))
+    monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(estimate_memory, ShownEstimate))
     line = fail([QUICKSTART, *DEVICE, "--batch.shape=[8, 3, 224, 224]"], capsys)
     assert line.startswith("the step fails on the batch of --batch.shape: ")
     assert "token ids need --batch.dtype int64 and --batch.high with the size of the vocabulary. (test_estim" in line
@@ -153,7 +153,7 @@ def test_what_the_users_code_prints_is_no_part_of_the_json(monkeypatch, capsys):
         sys.stdout.write("hello")
         return estimate_of()
 
-    monkeypatch.setattr("lightning_vram.commands.dry_run.estimate_memory", shown(estimate_memory, ShownEstimate))
+    monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(estimate_memory, ShownEstimate))
     main(["estimate", QUICKSTART, *DEVICE, "--json"])
     out, err = capsys.readouterr()
     assert json.loads(out)["fits"]
@@ -274,7 +274,7 @@ def test_what_the_estimate_refuses_is_one_line(monkeypatch, capsys):
     def estimate_memory(*args, **kwargs):
         parse_bytes("a lot", "device")
 
-    monkeypatch.setattr("lightning_vram.commands.dry_run.estimate_memory", shown(estimate_memory, ShownEstimate))
+    monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(estimate_memory, ShownEstimate))
     assert fail([QUICKSTART, *DEVICE], capsys).startswith("device must be a number and one of B, ")
 
 
@@ -282,6 +282,6 @@ def test_a_bug_of_the_user_keeps_its_traceback(monkeypatch):
     def estimate_memory(*args, **kwargs):
         raise ValueError("from the user's own step")
 
-    monkeypatch.setattr("lightning_vram.commands.dry_run.estimate_memory", shown(estimate_memory, ShownEstimate))
+    monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(estimate_memory, ShownEstimate))
     with pytest.raises(ValueError, match="from the user's own step"):
         main(["estimate", QUICKSTART, *DEVICE])

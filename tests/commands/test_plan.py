@@ -15,7 +15,7 @@ from support.plans import FUSION, checkpointing, measured, plan_of, tried
 
 import lightning_vram
 from lightning_vram.cli import main
-from lightning_vram.commands.dry_run import fit_arguments
+from lightning_vram.commands.run import fit_arguments
 from lightning_vram.planner.scheme import Part
 
 QUICKSTART = f"--config={Path(__file__).parents[2] / 'configs' / 'quickstart.yaml'}"
@@ -51,7 +51,7 @@ def answer(monkeypatch, plan) -> dict[str, Any]:
         arguments["on_progress"]("a step with nothing", 1.0)
         return plan
 
-    monkeypatch.setattr("lightning_vram.commands.dry_run.plan_memory", plan_memory)
+    monkeypatch.setattr("lightning_vram.commands.run.plan_memory", plan_memory)
     return found
 
 
@@ -161,7 +161,7 @@ def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
     line = fail([QUICKSTART, *DEVICE, "--budget=1MiB", "-o=plan.yaml"], capsys, exit_code=3)
     assert "1.00 MiB" in line
     assert "the minimum found is 700.00 MiB, with MicroBatching(size=2)." in line.replace("The", "the")
-    assert re.search(r"What helps: --budget \d+\.\d\dMiB, or perhaps --allow lossless or any\.", line)
+    assert re.search(r"What helps: budget='\d+\.\d\dMiB', or perhaps allow='lossless' or 'any'\.", line)
     assert not Path("plan.yaml").exists()
     with pytest.raises(SystemExit) as caught:
         main(["plan", QUICKSTART, *DEVICE, "--budget=1MiB", "--json"])

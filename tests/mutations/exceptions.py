@@ -22,7 +22,7 @@ EXCEPTIONS = {
     ),
     ("callbacks.activation_checkpointing.callback", "torch.accelerator.synchronize(device)"): _STEP_TIMED,
     (
-        "callbacks.auto_vram.applied_plan",
+        "callbacks.auto_vram.decision",
         "torch.get_device_module(self._device).synchronize(self._device)",
     ): _STEP_TIMED,
     ("core.host.transfers", "started.wait()"): "sets the number of threads; nothing is on the device",

@@ -9,7 +9,8 @@ from torch import nn
 from lightning_vram.estimation.step_time import StepTime
 from lightning_vram.memory.units import GIB, MIB, parse_bytes
 from lightning_vram.planner.plan import describe_minimum
-from lightning_vram.planner.remedies import (
+from lightning_vram.planner.scheme import Exactness, Found, Measured, Part, Scheme, Workload
+from lightning_vram.planner.search import (
     CHECKPOINTING,
     CHUNKED_LOSS,
     EARLY_RELEASE,
@@ -26,9 +27,8 @@ from lightning_vram.planner.remedies import (
     Remedies,
     leaner_on_host,
     remedies_for,
+    search,
 )
-from lightning_vram.planner.scheme import Exactness, Found, Measured, Part, Scheme, Workload
-from lightning_vram.planner.search import search
 
 ON_HOST = Scheme((OPTIMIZER_ON_HOST,))
 WEIGHTS, ACTIVATIONS, LEAST, BATCH_SIZE = 4 * GIB, 8 * GIB, GIB, 64
@@ -353,7 +353,7 @@ def test_a_host_that_is_too_small_for_all_is_what_is_told():
     least = found.least_of(workload)
     assert least.host_bytes == 12 * GIB
     assert describe_minimum(least, workload, Exactness.LOSSLESS, 2**40, may_choose_strategy=True) == (
-        "The minimum found is 12.00 GiB, with FSDPOffloadStrategy("
+        "No plan fits 12.00 GiB of host memory. The minimum found is 12.00 GiB, with FSDPOffloadStrategy("
         "offload=optimizer, host_state=8bit), in addition to 1.00 GiB that must stay free. What helps: "
         "host_memory='13.00GiB', FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which keeps optimizer state on disk, "
         "or perhaps allow='any'."

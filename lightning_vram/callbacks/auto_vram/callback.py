@@ -12,16 +12,18 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_choice
-from lightning_vram.callbacks.auto_vram.applied_plan import AppliedPlan, FirstSteps, faster_scheme
 from lightning_vram.callbacks.auto_vram.decision import (
     NAME,
+    AppliedPlan,
     Decision,
+    FirstSteps,
     PlanRequest,
     can_repeat_step,
     decide,
+    faster_scheme,
+    plan_folder,
     tighter_scheme,
 )
-from lightning_vram.callbacks.auto_vram.plan_cache import plan_folder
 from lightning_vram.callbacks.hook_points import (
     OutOfMemoryRelief,
     before_strategy_setup,
@@ -36,8 +38,8 @@ from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callb
 from lightning_vram.estimation.running_trainer import AUTO, check_limit, decide_together, forget_shared, limit_bytes
 from lightning_vram.memory.device.accelerators import ProcessLimit, can_limit, has_cache, limited_share
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.planner.remedies import CHECKPOINTING, may_be_guarded
 from lightning_vram.planner.scheme import LEVELS, Exactness, Part, Scheme
+from lightning_vram.planner.search import CHECKPOINTING, may_be_guarded
 from lightning_vram.report.progress import ProgressDisplay
 
 _BUDGET = f"{NAME}(budget)"

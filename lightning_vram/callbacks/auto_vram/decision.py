@@ -1,45 +1,52 @@
-"""What rank zero decides before the run, and how a plan is tightened during it."""
+"""What rank zero decides before the run, how a plan is applied, and how it is tightened during the run.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+Plans of earlier runs lie in the folder of logs: a run whose step is like that of one of them takes its plan. The name
+of a file is a hash of the traced step, memory and time, and of what else decides on a plan. Free memory is not part of
+it, since it varies from run to run.
+"""
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
-from typing import Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_vram.callbacks.auto_vram.applied_plan import can_switch
-from lightning_vram.callbacks.auto_vram.plan_cache import load_plan, plan_key, save_plan
 from lightning_vram.estimation.batches import largest_shape
 from lightning_vram.estimation.estimate import Progress
+from lightning_vram.estimation.fake_trainer import parts_of
 from lightning_vram.estimation.running_trainer import AUTO, RunningTrainer
+from lightning_vram.estimation.step_time import StepTime
 from lightning_vram.estimation.traced_fit import reason_of
-from lightning_vram.memory.device.accelerators import empty_cache, has_cache, has_statistics
+from lightning_vram.memory.device.accelerators import (
+    PeakWatch,
+    can_limit,
+    empty_cache,
+    has_cache,
+    has_statistics,
+    total_bytes,
+)
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.workspaces import measure_bus
-from lightning_vram.memory.units import format_argument, format_bytes, parse_bytes
+from lightning_vram.memory.units import format_argument, parse_bytes
 from lightning_vram.planner.plan import MemoryPlan, TracedSteps, describe_minimum
-from lightning_vram.planner.remedies import CHECKPOINTING, may_be_guarded
-from lightning_vram.planner.scheme import Exactness, Found, Part, Scheme, Workload, find_measured
-from lightning_vram.report.plan import TIME, choices, choices_table
+from lightning_vram.planner.scheme import Exactness, Found, Measured, Part, Scheme, Workload, find_measured
+from lightning_vram.planner.search import CHECKPOINTING, may_be_guarded
+from lightning_vram.report.plan import plan_table
 from lightning_vram.report.tables import as_text
+from lightning_vram.version import __version__
 
 NAME = "AutoVRAM"
-
-
-def describe_plan(plan: MemoryPlan) -> str:
-    """Report the configuration taken, and the others tried."""
-    best, device = plan.best, plan.device.name
-    needed, budget = format_bytes(plan.found.plain.needed_bytes), format_bytes(plan.budget_bytes)
-    if not plan.is_needed:
-        return f"{NAME}: the run fits, nothing is changed. A step needs {needed} of the {budget} on {device}."
-    return (
-        f"{NAME}: a step needs {needed}, but the budget on {device} is {budget}. With {best.scheme} it needs "
-        f"{format_bytes(best.needed_bytes)}, at about {plan.step_time_ratio:.2f} times the step time. Configurations "
-        f"tried:\n{as_text(choices_table(choices(plan)))}\n* used for this run. {TIME}"
-    )
 
 
 _MARGIN = 0.03  # of a device, if the user gave no budget
@@ -136,25 +143,22 @@ def _plan(run: RunningTrainer, budget_bytes: int, asked: PlanRequest, started: f
         return _found(run, found, budget_bytes, late)
     if steps.left_out:
         return _without_plan(f"no configuration that fits was found in {most}", budget_bytes, asked, found)
-    return _nothing_fits(run.device.name, steps, found, budget_bytes, asked)
+    return _nothing_fits(steps, found, budget_bytes, asked)
 
 
 def _found(run: RunningTrainer, found: Found, budget_bytes: int, note: str = "") -> Decision:
-    message = describe_plan(MemoryPlan(run.device, budget_bytes, found)) + note
-    return Decision(message, found=found, budget_bytes=budget_bytes)
+    shown = as_text(plan_table(MemoryPlan(run.device, budget_bytes, found)))
+    return Decision(f"{NAME}: {shown}{note}", found=found, budget_bytes=budget_bytes)
 
 
-def _nothing_fits(device: str, steps: TracedSteps, found: Found, budget_bytes: int, asked: PlanRequest) -> Decision:
-    device_bytes, may_choose_strategy = None if asked.has_budget else budget_bytes, steps.may_choose_strategy
-    minimum = describe_minimum(
-        found.least, Workload(budget_bytes), asked.level, device_bytes, may_choose_strategy=may_choose_strategy
-    )
-    there = format_bytes(budget_bytes)
-    message = f"{NAME}: no configuration fits {there} on {device}. {minimum}"
+def _nothing_fits(steps: TracedSteps, found: Found, budget_bytes: int, asked: PlanRequest) -> Decision:
+    device_bytes, may_choose = None if asked.has_budget else budget_bytes, steps.may_choose_strategy
+    workload = Workload(budget_bytes)
+    minimum = describe_minimum(found.least, workload, asked.level, device_bytes, may_choose_strategy=may_choose)
     if asked.has_budget:
-        return Decision(message, "error", found, budget_bytes)
+        return Decision(f"{NAME}: {minimum}", "error", found, budget_bytes)
     fate = "The run continues with the minimum, and will probably run out of memory."
-    return Decision(f"{message} {fate}", "warning", found, budget_bytes)
+    return Decision(f"{NAME}: {minimum} {fate}", "warning", found, budget_bytes)
 
 
 def _without_plan(reason: str, budget_bytes: int, asked: PlanRequest, found: Found | None = None) -> Decision:
@@ -210,3 +214,191 @@ def can_repeat_step(trainer: pl.Trainer) -> bool:
     is_alone = trainer.world_size == 1 and has_cache(trainer.strategy.root_device)
     names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
     return is_alone and trainer.lightning_module.automatic_optimization and may_be_guarded(names)
+
+
+_LATE = ("ActivationCheckpointing", "ActivationOffload")
+
+
+class AppliedPlan:
+    """Callbacks and plugins of a scheme, during a fit.
+
+    Make it in a ``setup`` hook: Lightning's loop over the callbacks reaches those that are appended to the list.
+    """
+
+    def __init__(self, trainer: pl.Trainer, scheme: Scheme, more: Sequence[Callback] = ()) -> None:
+        self._trainer = trainer
+        self._callbacks: list[tuple[Part | None, Callback]] = [(None, callback) for callback in more]
+        self._precision = trainer.strategy.precision_plugin
+        self.scheme = scheme
+        for part in scheme.parts:
+            if part.place == "plugins":
+                trainer.strategy.precision_plugin = part.make()
+            else:
+                self._callbacks.append((part, part.make()))
+        self._list.extend(callback for _, callback in self._callbacks)
+
+    @property
+    def _list(self) -> list[Callback]:
+        return self._trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+
+    def change(self, scheme: Scheme) -> None:
+        """Switch to another scheme: between two steps, or two tries of one."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        wanted = [part for part in scheme.parts if part.name in _LATE]
+        for part, callback in list(self._callbacks):
+            if part is not None and part.name in _LATE and part not in wanted:
+                callback.teardown(trainer, module, "fit")
+                self._list.remove(callback)
+                self._callbacks.remove((part, callback))
+        known = [part for part, _ in self._callbacks]
+        for part in wanted:
+            if part not in known:
+                callback = part.make()
+                callback.start_late(trainer)
+                self._callbacks.append((part, callback))
+                self._list.append(callback)
+        self.scheme = scheme
+
+    def end(self, exception: BaseException | None = None) -> None:
+        """Undo and remove all of them, at the end of a fit or after an error."""
+        own, self._callbacks = [callback for _, callback in self._callbacks], []
+        self._list[:] = [callback for callback in self._list if all(callback is not one for one in own)]
+        self._trainer.strategy.precision_plugin = self._precision
+        for callback in own:
+            if exception is None:
+                callback.teardown(self._trainer, self._trainer.lightning_module, "fit")
+            else:
+                callback.on_exception(self._trainer, self._trainer.lightning_module, exception)
+
+
+def can_switch(one: Scheme, other: Scheme) -> bool:
+    """Whether a running fit can switch from one scheme to the other."""
+    fixed, other_fixed = ([part for part in scheme.parts if part.name not in _LATE] for scheme in (one, other))
+    return fixed == other_fixed
+
+
+_FIRST_BATCH, _LAST_BATCH = 3, 6  # in the first two, optimizers create their state and callbacks make their plans
+_WORTH_A_CHANGE = 0.97
+_NO_WAIT = 1.001  # step time by computation: sums of seconds differ in the last digits
+
+
+class FirstSteps:
+    """Measures some batches after the first ones. The host waits for the device twice."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._watch = PeakWatch(device)
+        self._num_batches = 0
+        self._started = 0.0
+
+    def begin_batch(self) -> None:
+        """Note that a batch begins."""
+        if self._num_batches == _FIRST_BATCH:
+            self._synchronize()
+            self._watch.restart()
+            self._started = time.perf_counter()
+
+    def end_batch(self) -> tuple[float, int] | None:
+        """Note that a batch has ended; return the seconds of one on average and the peak of reserved bytes, once."""
+        self._num_batches += 1
+        if self._num_batches != _LAST_BATCH:
+            return None
+        self._synchronize()
+        seconds = (time.perf_counter() - self._started) / (_LAST_BATCH - _FIRST_BATCH)
+        return seconds, self._watch.read().peak_reserved_bytes
+
+    def _synchronize(self) -> None:
+        torch.get_device_module(self._device).synchronize(self._device)
+
+
+def faster_scheme(found: Found, scheme: Scheme, budget_bytes: int, seconds: float) -> Scheme | None:
+    """Return a faster scheme by the measured step, that a running fit can switch to; ``None`` if none is."""
+    now = find_measured(scheme, found.tried)
+    if now is None or now.seconds > _NO_WAIT * now.time.compute:
+        return None
+    factor = seconds / now.seconds  # of computation; copies keep their time, since PCIe bandwidth was measured
+    fitting = [
+        replace(one, time=one.time.computed_slower(factor))
+        for one in found.tried
+        if one.needed_bytes <= budget_bytes and can_switch(one.scheme, scheme)
+    ]
+    fastest = min(fitting, key=lambda one: one.seconds, default=now)
+    return fastest.scheme if fastest.seconds < _WORTH_A_CHANGE * seconds else None
+
+
+_OURS = "lightning_vram."
+_MORE_BUDGET = 1.1  # times the budget that a plan was made for: with more, a faster plan may fit
+
+
+def plan_folder(trainer: pl.Trainer) -> Path | None:
+    """Return the folder of plans, next to those of runs; ``None`` if it is remote, or the run writes nothing."""
+    folders = (logger.save_dir for logger in trainer.loggers)
+    root = str(next(filter(None, folders), trainer.default_root_dir))
+    return None if "://" in root or trainer.fast_dev_run else Path(root) / "auto_vram"  # type: ignore[attr-defined]
+
+
+def plan_key(run: RunningTrainer, plain: Measured, asked: tuple[Any, ...]) -> str:
+    """Hash the traced step, and what else decides on a plan; ``asked`` are the user's arguments."""
+    device = torch.device(run.device.name)
+    name = getattr(torch.get_device_module(device), "get_device_name", str)(device)
+    parts = (
+        asdict(plain),
+        asked,
+        (name, total_bytes(device) if can_limit(device) else 0, run.fit.num_ranks, run.num_devices),
+        [(name, str(one.dtype), one.requires_grad) for name, one in run.module.named_parameters()],
+        {
+            kind: [type(one).__name__ for one in some]
+            for kind, some in parts_of(run.fit.trainer_arguments, run.fit.run_callbacks).items()
+        },
+        (__version__, torch.__version__, version("lightning"), platform.python_version(), torch.version.cuda),
+    )
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+@contextmanager
+def _errors_cost_only_cache(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        text = str(error).partition("\n")[0]
+        rank_zero_info(f"AutoVRAM: cached plans are not used, {path}: {type(error).__name__}: {text}.")
+
+
+def load_plan(path: Path | None, budget_bytes: int) -> Found | None:
+    """Return the plan of an earlier run; ``None`` if there is none for this budget."""
+    found = None
+    if path is not None and path.is_file():
+        with _errors_cost_only_cache(path):
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            tried = tuple(map(_read_measured, saved["tried"]))
+            if tried[saved["best"]].needed_bytes <= budget_bytes <= _MORE_BUDGET * saved["budget_bytes"]:
+                found = Found(tried[saved["best"]], tried[saved["plain"]], tried)
+    return found
+
+
+def save_plan(path: Path | None, found: Found, budget_bytes: int) -> None:
+    """Write a plan, whole or not at all."""
+    if path is None:
+        return
+    with _errors_cost_only_cache(path):
+        places = {"best": found.tried.index(found.taken), "plain": found.tried.index(found.plain)}
+        text = json.dumps({"budget_bytes": budget_bytes, **places, "tried": list(map(asdict, found.tried))}, indent=1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+
+
+def _read_measured(saved: dict[str, Any]) -> Measured:
+    scheme = Scheme(tuple(map(_read_part, saved["scheme"]["parts"])))
+    return Measured(**{**saved, "scheme": scheme, "time": _read_time(saved["time"])})
+
+
+def _read_part(saved: dict[str, Any]) -> Part:
+    if not saved["class_path"].startswith(_OURS):  # a file of plans must not run other code
+        raise ValueError(f"{saved['class_path']!r} is not a class of lightning_vram")
+    return Part(**{**saved, "exactness": Exactness(saved["exactness"]), "replaces": tuple(saved["replaces"])})
+
+
+def _read_time(saved: dict[str, Any]) -> StepTime:
+    return StepTime(**{**saved, "backward": saved["backward"] and _read_time(saved["backward"])})

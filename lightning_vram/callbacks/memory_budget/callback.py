@@ -33,10 +33,11 @@ from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.plan import SMALLER_BATCH
+from lightning_vram.report.estimate import verdict
 from lightning_vram.report.progress import ProgressDisplay
+from lightning_vram.report.tables import label
 
 _LIMIT = "MemoryBudget(limit)"
-_NAMES = {Category.OPTIMIZER_STATE: "optimizer state"}
 _PER_SAMPLE = (Category.INPUTS, Category.ACTIVATIONS, Category.TEMPORARIES)
 _HELPS_PER_SAMPLE = f"{SMALLER_BATCH}, MicroBatching('auto'), ActivationCheckpointing() or ActivationOffload()"
 _HELPS_PER_PARAMETER = "strategy='fsdp_offload' or LeanMixedPrecision('bf16', parameters='bf16+split')"
@@ -185,22 +186,16 @@ def _judge(
         reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         message = f"MemoryBudget cannot estimate whether the run fits: {reason}. Training continues."
         return message, None, {}
-    needed, available = format_bytes(estimate.needed_bytes), format_bytes(estimate.device.memory_bytes)
-    message = f"MemoryBudget: a step needs {needed} of the {available} available on {estimate.device.name}."
     expected = {name: stage.allocated_bytes for name, stage in estimate.stages.items()}
-    return message if estimate.fits else _excess_message(estimate), estimate.fits, expected
+    message = f"MemoryBudget: {verdict(estimate)}."
+    return message if estimate.fits else f"{message} {_advice(estimate)}", estimate.fits, expected
 
 
-def _excess_message(estimate: MemoryEstimate) -> str:
-    needed, available = estimate.needed_bytes, estimate.device.memory_bytes
+def _advice(estimate: MemoryEstimate) -> str:
     largest = max(estimate.by_category, key=lambda category: estimate.by_category[category])
     module, size = next(iter(estimate.by_module.items()), ("", 0))
     place = f"; the largest module is {module} with {format_bytes(size)}" if module else ""
-    sentences = [
-        f"MemoryBudget: the run does not fit. A step needs {format_bytes(needed)}, but only {format_bytes(available)} "
-        f"are available on {estimate.device.name}: {format_bytes(needed - available)} too few.",
-        f"Largest category: {_NAMES.get(largest, largest)}, {format_bytes(estimate.by_category[largest])}{place}.",
-    ]
+    sentences = [f"Largest category: {label(largest)}, {format_bytes(estimate.by_category[largest])}{place}."]
     if estimate.max_batch_size is not None and estimate.batch_size:
         most = f"{estimate.max_batch_size} would fit" if estimate.max_batch_size else "and not even one fits"
         sentences.append(f"The batch has {estimate.batch_size} samples, {most}.")

@@ -89,9 +89,8 @@ class SlurmRequeue(Callback):
         TypeError: If an argument has the wrong type.
         ValueError: If ``requeue_signal`` is not a signal that a process can handle.
         MisconfigurationException: Under SLURM, if tasks were not started by ``srun`` or the job's name keeps them from
-            connecting; before training, if ``dirpath`` is not one folder for all nodes, the checkpoint there belongs to
-            another user, the program has had a fit already, or there is a ``LearningRateFinder`` or
-            ``BatchSizeFinder``.
+            connecting; before training, if ``dirpath`` is not one folder for all nodes, the program has had a
+            fit already, or there is a ``LearningRateFinder`` or ``BatchSizeFinder``.
         JobStopped: In training, a ``SystemExit``: after the checkpoint was saved.
 
     Example:
@@ -190,8 +189,7 @@ class SlurmRequeue(Callback):
     def _start(
         self, trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResume, /, *args: Any, **kwargs: Any
     ) -> None:
-        trusts = None if self.weights_only is None else not self.weights_only
-        resume.is_restart = resume_fit(trainer, folder, *args, trusts=trusts, **kwargs)
+        resume.is_restart = resume_fit(trainer, folder, *args, tensors_only=self.weights_only, **kwargs)
 
     def _run(self, trainer: pl.Trainer, folder: RequeueFolder, resume: ExactResume, run: Callable[[], None]) -> None:
         """Save a fit that has ended, for a restart of a program that has more to do."""

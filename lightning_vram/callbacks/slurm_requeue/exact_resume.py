@@ -64,16 +64,21 @@ class ExactResume:
 
     def state_dict(self) -> dict[str, Any]:
         """Collect the position in the data, and the generators of all ranks; a collective."""
+        trainer = self._trainer
         before = self._before_validation if self.repeats_validation else None
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        end = None
+        if self.fit_has_ended:  # what a trainer has then, and Lightning's checkpoints do not: metrics, on the host
+            metrics = {kind: move_data_to_device(dict(getattr(trainer, kind)), "cpu") for kind in _METRICS}
+            end = self._agreement.gather(metrics | {"should_stop": bool(trainer.should_stop)})
+        progress = trainer.fit_loop.epoch_loop.batch_progress
         has_ended = progress.is_last_batch  # perhaps before the loaders have
         loaders = [None if why else loader_state(loader, epoch_has_ended=has_ended) for loader, why in self._loaders]
         return {
             "num_batches": 0 if has_ended else progress.current.processed,  # type: ignore[attr-defined]
             "epoch_has_ended": has_ended,
             "loaders": loaders,
-            "random": self._agreement.gather(before or read_random_states(self._trainer.strategy.root_device)),
-            "end": self._agreement.gather(_read_end(self._trainer)) if self.fit_has_ended else None,
+            "random": self._agreement.gather(before or read_random_states(trainer.strategy.root_device)),
+            "end": end,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -199,9 +204,3 @@ class ExactResume:
             return run()
         finally:
             self._before_validation = None
-
-
-def _read_end(trainer: pl.Trainer) -> dict[str, Any]:
-    """What a trainer has after a fit on this rank, and Lightning's checkpoints do not: metrics, on the host."""
-    metrics = {kind: move_data_to_device(dict(getattr(trainer, kind)), "cpu") for kind in _METRICS}
-    return metrics | {"should_stop": bool(trainer.should_stop)}

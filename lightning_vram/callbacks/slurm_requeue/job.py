@@ -156,21 +156,12 @@ class RequeueFolder:
             return str(error)
         return ""
 
-    def foreign_owner(self) -> int | None:
-        """The number of another user who owns the checkpoint; ``None`` if this user does."""
-        owner = self.checkpoint.lstat().st_uid
-        return None if owner == self._own_uid() else owner
-
     def is_private(self) -> bool:
         """Whether no other user can have written here."""
-        own = self._own_uid()
+        with tempfile.TemporaryFile(dir=self.path) as file:
+            own = os.fstat(file.fileno()).st_uid  # on this file system, which may be another than in this process
         found = [folder.stat() for folder in (self.path.parent, self.path)]
         return all(each.st_uid == own and not each.st_mode & _FOR_OTHERS for each in found)
-
-    def _own_uid(self) -> int:
-        """Of this user on this file system, which may be another than in this process."""
-        with tempfile.TemporaryFile(dir=self.path) as file:
-            return os.fstat(file.fileno()).st_uid
 
     def newest(self, others: Iterable[Path]) -> Path | None:
         """The newest of the job's checkpoint and ``others`` that the job may have written."""
@@ -262,26 +253,25 @@ def resume_fit(
     start: Callable[..., None],
     checkpoint_path: Any = None,
     *,
-    trusts: bool | None,  # whether to unpickle any class; None: if no other user can have written the file
+    tensors_only: bool | None,  # None: unless no other user can have written the file
     **options: Any,
 ) -> bool:
     """Resume from the job's newest checkpoint, if there is one; whether it is our own. All ranks raise, or none."""
-    found: tuple[Path | None, int | None, bool | None] = None, None, trusts
+    newest: Path | None = None
+    is_private = False
     if trainer.is_global_zero and folder.job.restart_count > 0:
-        found = _find(trainer, folder, checkpoint_path, trusts=trusts)
-    newest, foreign_owner, trusts = trainer.strategy.broadcast(found)
+        savers = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint)]  # type: ignore[attr-defined]
+        paths = [path for saver in savers for path in last_checkpoints(saver, trainer)]  # of save_last=True
+        newest = folder.newest(map(Path, paths if checkpoint_path is None else [*paths, checkpoint_path]))
+        is_private = folder.is_private()
+    newest, is_private = trainer.strategy.broadcast((newest, is_private))
     if newest is None:
         start(checkpoint_path, **options)
         return False
-    if foreign_owner is not None:
-        raise MisconfigurationException(
-            f"SlurmRequeue does not load {str(newest)!r}: it belongs to user {foreign_owner}, not to you. Remove it to "
-            "start anew, or use your own folder: SlurmRequeue(dirpath=...)."
-        )
     rank_zero_info(f"SlurmRequeue: restart {folder.job.restart_count} of job {folder.job.job_id}.")
     if newest == folder.checkpoint:
-        options["weights_only"] = not trusts
-    elif trusts:
+        options["weights_only"] = not is_private if tensors_only is None else tensors_only
+    elif tensors_only is False:
         options["weights_only"] = False
     try:
         start(str(newest), **options)
@@ -292,16 +282,3 @@ def resume_fit(
             "classes with torch.serialization.add_safe_globals."
         ) from error
     return newest == folder.checkpoint
-
-
-def _find(
-    trainer: pl.Trainer, folder: RequeueFolder, checkpoint_path: Any, *, trusts: bool | None
-) -> tuple[Path | None, int | None, bool | None]:
-    """The newest checkpoint, if there is one; whose it is, if not this user's; and whether to trust it."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    savers = [one for one in callbacks if isinstance(one, ModelCheckpoint)]
-    paths = [path for saver in savers for path in last_checkpoints(saver, trainer)]  # of save_last=True
-    newest = folder.newest(map(Path, paths if checkpoint_path is None else [*paths, checkpoint_path]))
-    if newest != folder.checkpoint:
-        return newest, None, trusts
-    return newest, folder.foreign_owner(), folder.is_private() if trusts is None else trusts

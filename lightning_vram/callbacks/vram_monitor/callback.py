@@ -38,124 +38,6 @@ from lightning_vram.private_names.dispatcher import is_compiled
 from lightning_vram.report.drawing import check_picture_path
 from lightning_vram.report.estimate import as_estimate, picture, side_by_side
 
-
-class Readings:
-    """Measurements of one run, from setup to teardown. ``track`` is that of ``VRAMMonitor``."""
-
-    def __init__(self, track: bool | None) -> None:  # noqa: FBT001
-        self._track = track
-        self._stage = "train"
-        self._allocator_peaks: dict[str, PhasePeaks] = {}  # since the last reading, for each stage
-        self._probe: MemoryProbe | None = None  # of the reading under way
-        self._batch_idx = 0  # that it reads
-        self.timeline: MemoryTimeline | None = None  # of the tracked training batch with the highest peak
-        self._largest: Measurement | None = None  # of a stage other than training, until it ends
-
-    @property
-    def is_tracking(self) -> bool:
-        """Whether the measurement under way tracks tensors."""
-        return self._probe is not None and self._probe.is_tracking
-
-    def switch_stage(self, stage: str, trainer: pl.Trainer) -> None:
-        """What runs from now on belongs to ``stage``."""
-        self.abort()
-        device = trainer.strategy.root_device
-        if has_cache(device):
-            self._peaks_of(self._stage, device).read()
-        self._stage = stage
-
-    def switch_phase(self, phase: Phase) -> None:
-        """What runs from now on belongs to ``phase``."""
-        if self._probe is not None:
-            self._probe.switch(phase)
-
-    def begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin to measure a batch."""
-        self.abort()
-        self._batch_idx = batch_idx
-        device = trainer.strategy.root_device
-        peaks = self._peaks_of(self._stage, device) if has_cache(device) else None
-        self._probe = MemoryProbe(device, peaks, track=self._tracks(trainer))
-        self._probe.start(pl_module, trainer.optimizers, batch)
-
-    def end(self, trainer: pl.Trainer) -> Measurement | None:
-        """End a batch. Returns its measurement, of all ranks, if it was measured and is one of the training."""
-        if self._probe is None:
-            return None
-        measurement, timeline = self.end_alone(trainer)
-        self._allocator_peaks.pop(self._stage, None)
-        if measurement is None or self._stage != "train":
-            self._keep_largest(measurement)
-            return None
-        if timeline is not None and (self.timeline is None or timeline.peak_bytes > self.timeline.peak_bytes):
-            self.timeline = timeline
-        return _reduce(trainer, measurement)
-
-    def end_alone(self, trainer: pl.Trainer) -> tuple[Measurement | None, MemoryTimeline | None]:
-        """End the measurement under way, if any, without the other ranks: they may not be there."""
-        if self._probe is None:
-            return None, None
-        probe, self._probe = self._probe, None
-        measurement = probe.finish(self._stage, trainer.current_epoch, self._batch_idx, trainer.global_step)
-        return measurement, probe.timeline
-
-    def end_training(self, trainer: pl.Trainer, last: Measurement | None) -> Measurement | None:
-        """Return the peaks since the ``last`` measurement, of all ranks."""
-        flushed = self._flush(trainer, last)
-        return None if flushed is None else _reduce(trainer, flushed)
-
-    def end_stage(self, trainer: pl.Trainer, last: Measurement | None) -> Measurement | None:
-        """Reduce once: ranks may have seen different numbers of batches, even none."""
-        self._keep_largest(self._flush(trainer, last))
-        found, self._largest = self._largest, None
-        device = trainer.strategy.root_device
-        if trainer.sanity_checking or not (has_cache(device) or self._tracks(trainer)):
-            return None
-        nothing = Measurement(
-            self._stage, trainer.current_epoch, 0, trainer.global_step, str(device), "tracker", -1, -1
-        )
-        measurement = _reduce(trainer, found or nothing)
-        return measurement if measurement.peak_allocated_bytes >= 0 else None
-
-    def abort(self) -> None:
-        """Discard the measurement under way."""
-        if self._probe is not None:
-            self._probe.abort()
-            self._probe = None
-
-    def _peaks_of(self, stage: str, device: torch.device) -> PhasePeaks:
-        return self._allocator_peaks.setdefault(stage, PhasePeaks(device))
-
-    def _tracks(self, trainer: pl.Trainer) -> bool:
-        wanted = not has_cache(trainer.strategy.root_device) if self._track is None else self._track
-        return wanted and not is_compiled(trainer.lightning_module)
-
-    def _flush(self, trainer: pl.Trainer, last: Measurement | None) -> Measurement | None:
-        """Read the allocator's peaks since the last measurement."""
-        self.abort()
-        device = trainer.strategy.root_device
-        if not has_cache(device):
-            return None
-        probe = MemoryProbe(device, self._peaks_of(self._stage, device), track=False)
-        self._allocator_peaks.pop(self._stage)
-        batch_idx = max(0, trainer.fit_loop.epoch_loop.batch_idx) if self._stage == "train" else 0
-        epoch = trainer.current_epoch if last is None else last.epoch
-        return probe.finish(self._stage, epoch, batch_idx, trainer.global_step)
-
-    def _keep_largest(self, measurement: Measurement | None) -> None:
-        both = [one for one in (self._largest, measurement) if one is not None]
-        self._largest = largest(both) if both else None
-
-
-def _reduce(trainer: pl.Trainer, measurement: Measurement) -> Measurement:
-    """Take each size's maximum over the ranks; -1 where a rank does not know it."""
-    sizes = measurement.sizes()
-    values = torch.tensor([sizes.get(name, -1) for name in SIZE_NAMES], device=trainer.strategy.root_device)
-    maxima: list[int] = trainer.strategy.reduce(values, reduce_op="max").tolist()
-    known = {name: size for name, size in zip(SIZE_NAMES, maxima, strict=True) if size >= 0}
-    return measurement.with_sizes({"allocated_bytes": -1, "peak_allocated_bytes": -1, **known})
-
-
 _NUM_FIRST_BATCHES = 2  # the first shows at once what a step takes, the second holds the optimizer's state as well
 _NUM_TIMED_BATCHES = 1000
 
@@ -222,12 +104,14 @@ class VRAMMonitor(Callback):
         self.peaks: dict[str, Measurement] = {}
         self.timeline: MemoryTimeline | None = None
         self._seconds: deque[float] = deque(maxlen=_NUM_TIMED_BATCHES)
-        self._readings = Readings(track)
         self._last: Measurement | None = None  # reading, of all ranks
+        self._largest: Measurement | None = None  # of a stage other than training, until it ends
+        self._probe: MemoryProbe | None = None  # of the reading under way
         self._file: Path | None = None
         self._bar: MethodPatch | None = None
         self._previous_end: float | None = None  # of a training batch
         self._batches = LastBatches()
+        self._allocator_peaks: dict[str, PhasePeaks] = {}  # since the last reading, for each stage
 
     @property
     def seconds_per_batch(self) -> float | None:
@@ -287,7 +171,7 @@ class VRAMMonitor(Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._readings.abort()
+        self._abort()
         if self._bar is not None:
             self._bar.remove()
         vars(self).update(self._between_runs())
@@ -310,40 +194,45 @@ class VRAMMonitor(Callback):
         self._batches.batch, self._batches.batch_idx = batch, batch_idx
         is_nth = every_n_batches > 0 and (batch_idx + 1) % every_n_batches == 0
         if not trainer.sanity_checking and (is_nth or batch_idx < _NUM_FIRST_BATCHES):
-            self._readings.begin(trainer, pl_module, batch, batch_idx)
+            self._abort()
+            device = trainer.strategy.root_device
+            self._probe = MemoryProbe(device, self._peaks_of(device), track=self._tracks(trainer))
+            self._probe.start(pl_module, trainer.optimizers, batch)
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        self._readings.switch_phase(Phase.BACKWARD)
+        self._switch_phase(Phase.BACKWARD)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._readings.switch_phase(Phase.FORWARD)
+        self._switch_phase(Phase.FORWARD)
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        self._readings.switch_phase(Phase.OPTIMIZER_STEP)
+        self._switch_phase(Phase.OPTIMIZER_STEP)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         now = time.perf_counter()
         self._batches.end_batch(trainer)
-        if self._previous_end is not None and not self._readings.is_tracking:
+        measurement, timeline = self._end(trainer)
+        if self._previous_end is not None and timeline is None:
             self._seconds.append(now - self._previous_end)
-        self._publish(trainer, self._readings.end(trainer))
+        if timeline is not None and (self.timeline is None or timeline.peak_bytes > self.timeline.peak_bytes):
+            self.timeline = timeline
+        self._publish(trainer, measurement)
         self._previous_end = time.perf_counter()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._readings.abort()  # a batch that was skipped after it began
+        self._abort()  # a batch that was skipped after it began
         self._batches.batch = None
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.timeline = self._readings.timeline
-        self._publish(trainer, self._readings.end_training(trainer, self._last))
+        self._publish(trainer, self._flush(trainer))
         peak = self.peaks.get("train")
         if peak is not None and peak.peak_reserved_bytes is not None:
             advice = fragmentation_advice(peak.peak_allocated_bytes, peak.peak_reserved_bytes)
@@ -359,11 +248,17 @@ class VRAMMonitor(Callback):
     @override
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         self._batches.end_batch(trainer)
-        self._publish(trainer, self._readings.end(trainer))
+        self._keep_largest(self._end(trainer)[0])
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._publish(trainer, self._readings.end_stage(trainer, self._last))
+        self._keep_largest(self._flush(trainer))
+        device = trainer.strategy.root_device
+        if not trainer.sanity_checking and (has_cache(device) or self._tracks(trainer)):
+            # Reduced once: ranks may have seen different numbers of batches, even none.
+            where = (self._batches.stage, trainer.current_epoch, 0, trainer.global_step, str(device), "tracker")
+            self._publish(trainer, self._largest or Measurement(*where, -1, -1))
+        self._largest = None
         self._switch_stage("train", trainer)
 
     @override
@@ -386,11 +281,54 @@ class VRAMMonitor(Callback):
         return vars(self) | self._between_runs()
 
     def _between_runs(self) -> dict[str, Any]:
-        nothing = dict.fromkeys(("_last", "_file", "_bar", "_previous_end"))
-        return {"_readings": Readings(self.track), "_batches": LastBatches(), **nothing}
+        nothing = dict.fromkeys(("_last", "_largest", "_probe", "_file", "_bar", "_previous_end"))
+        return {"_batches": LastBatches(), "_allocator_peaks": {}, **nothing}
+
+    def _switch_phase(self, phase: Phase) -> None:
+        if self._probe is not None:
+            self._probe.switch(phase)
+
+    def _end(self, trainer: pl.Trainer) -> tuple[Measurement | None, MemoryTimeline | None]:
+        """End the measurement under way, if any, without the other ranks: they may not be there."""
+        if self._probe is None:
+            return None, None
+        probe, self._probe = self._probe, None
+        stage, batch_idx = self._batches.stage, self._batches.batch_idx
+        measurement = probe.finish(stage, trainer.current_epoch, batch_idx, trainer.global_step)
+        self._allocator_peaks.pop(stage, None)
+        return measurement, probe.timeline
+
+    def _flush(self, trainer: pl.Trainer) -> Measurement | None:
+        """Read the allocator's peaks since the last measurement."""
+        self._abort()
+        device, stage = trainer.strategy.root_device, self._batches.stage
+        peaks = self._peaks_of(device)
+        if peaks is None:
+            return None
+        del self._allocator_peaks[stage]
+        batch_idx = max(0, trainer.fit_loop.epoch_loop.batch_idx) if stage == "train" else 0
+        epoch = trainer.current_epoch if self._last is None else self._last.epoch
+        return MemoryProbe(device, peaks, track=False).finish(stage, epoch, batch_idx, trainer.global_step)
+
+    def _abort(self) -> None:
+        """Discard the measurement under way."""
+        if self._probe is not None:
+            self._probe.abort()
+            self._probe = None
+
+    def _peaks_of(self, device: torch.device) -> PhasePeaks | None:
+        return self._allocator_peaks.setdefault(self._batches.stage, PhasePeaks(device)) if has_cache(device) else None
+
+    def _tracks(self, trainer: pl.Trainer) -> bool:
+        wanted = not has_cache(trainer.strategy.root_device) if self.track is None else self.track
+        return wanted and not is_compiled(trainer.lightning_module)
+
+    def _keep_largest(self, measurement: Measurement | None) -> None:
+        if measurement is not None:
+            self._largest = largest([self._largest or measurement, measurement])
 
     def _explain(self, trainer: pl.Trainer, exception: BaseException, source: OutOfMemorySource) -> None:
-        measurement, self._batches.timeline = self._readings.end_alone(trainer)
+        measurement, self._batches.timeline = self._end(trainer)
         if measurement is not None:
             exception.add_note(f"VRAMMonitor, in the batch that ran out of memory: {_describe(measurement)}")
         if self._last is not None:
@@ -399,7 +337,10 @@ class VRAMMonitor(Callback):
             exception.add_note(explain(trainer, exception, source, self._batches, self._file.parent))
 
     def _switch_stage(self, stage: str, trainer: pl.Trainer) -> None:
-        self._readings.switch_stage(stage, trainer)
+        self._abort()
+        peaks = self._peaks_of(trainer.strategy.root_device)
+        if peaks is not None:
+            peaks.read()
         self._batches.switch_stage(stage)
         self._previous_end = None  # what lies between batches of different stages is no batch
 
@@ -411,7 +352,10 @@ class VRAMMonitor(Callback):
     def _publish(self, trainer: pl.Trainer, measurement: Measurement | None) -> None:
         if measurement is None:
             return
-        self._last = measurement = replace(measurement, seconds_per_batch=self.seconds_per_batch)
+        measurement = replace(_reduce(trainer, measurement), seconds_per_batch=self.seconds_per_batch)
+        if measurement.peak_allocated_bytes < 0:  # no rank has measured
+            return
+        self._last = measurement
         stage = measurement.stage
         self.peaks[stage] = largest([self.peaks[stage], measurement]) if stage in self.peaks else measurement
         prefix = "vram" if stage == "train" else f"vram/{stage}"
@@ -427,3 +371,12 @@ def _describe(measurement: Measurement) -> str:
     parts += [f"{phase} {format_bytes(peak)}" for phase, peak in measurement.peak_by_phase.items()]
     parts += [f"{kind} {format_bytes(size)}" for kind, size in measurement.peak_by_category.items() if size]
     return f"{measurement.stage} epoch {measurement.epoch} batch {measurement.batch_idx}: {', '.join(parts)}."
+
+
+def _reduce(trainer: pl.Trainer, measurement: Measurement) -> Measurement:
+    """Take each size's maximum over the ranks; -1 where a rank does not know it."""
+    sizes = measurement.sizes()
+    values = torch.tensor([sizes.get(name, -1) for name in SIZE_NAMES], device=trainer.strategy.root_device)
+    maxima: list[int] = trainer.strategy.reduce(values, reduce_op="max").tolist()
+    known = {name: size for name, size in zip(SIZE_NAMES, maxima, strict=True) if size >= 0}
+    return measurement.with_sizes({"allocated_bytes": -1, "peak_allocated_bytes": -1, **known})

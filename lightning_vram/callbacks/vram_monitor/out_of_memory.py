@@ -41,7 +41,7 @@ from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.plan import MemoryPlan, TracedSteps
-from lightning_vram.planner.scheme import Exactness, Found, Scheme, Workload
+from lightning_vram.planner.scheme import Exactness, Found, Workload
 from lightning_vram.planner.search import fastest
 from lightning_vram.report.estimate import picture
 from lightning_vram.report.out_of_memory import OutOfMemory, Place, Work, page, summary
@@ -277,14 +277,11 @@ def _find_remedies(
         cut = f"Stopped at the limit of {_MOST_SECONDS} s: {num} more configuration{'s' * (num > 1)} not tried."
     best = fastest(steps.tried, Workload(wanted_bytes).fits)
     found = Found(best, steps.tried[0], tuple(steps.tried))
-    rows = choices(MemoryPlan(estimate.device, wanted_bytes, found), _as_code)
+    plan = MemoryPlan(estimate.device, wanted_bytes, found)
+    rows = choices(plan, lambda scheme: f"`{scheme.to_code()}`" if scheme.parts else "baseline")
     if budget_bytes in (None, 1):  # 1: more was asked for than a step has
         rows = tuple(replace(row, share=nan, is_plan=False) for row in rows)
     return rows if len(rows) > 1 else (), cut
-
-
-def _as_code(scheme: Scheme) -> str:
-    return f"`{scheme.to_code()}`" if scheme.parts else "baseline"
 
 
 def _with_estimate(found: OutOfMemory, estimated: MemoryTimeline, *, is_tracked: bool) -> OutOfMemory:

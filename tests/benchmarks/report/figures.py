@@ -1,11 +1,12 @@
 """What pictures of benchmarks share: style, files, numbered points and the list of their names."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_vram.report.drawing import MARK, SIZE, Box, Spot, box_around, lines_between, place_labels
+from lightning_vram.report.drawing import Spot
 from lightning_vram.report.tables import wrap_name
 
 if TYPE_CHECKING:
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
 INK, FAINT, GRID, BAD = "#24292f", "#6e7781", "#d0d7de", "#cf222e"
 FONT: dict[Any, Any] = {"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 12}
 _LINE, _SPACE = 0.21, 0.13  # inches, of the list
+SIZE = 11.0  # of the numbers' letters, in points
+MARK = 6.0  # half of a marker's side, in points
+_NEAR, _FARTHER, _MOST_TRIES = 2.0, 6.0, 60  # points, points, distances
+_LETTER_WIDTH, _LETTER_HEIGHT = 0.68, 1.1  # of a letter, of its size
+
+Box = tuple[float, float, float, float]  # left, low, right, high
 
 
 @dataclass(frozen=True)
@@ -97,3 +104,51 @@ def write_list(figure: "Figure", entries: Sequence[Entry], place: Box, width: in
             y -= _LINE * shrunk
         write(left + 0.28, entry.details, FAINT, is_bold=False)
         y -= (_LINE + _SPACE) * shrunk
+
+
+def place_labels(
+    spots: Sequence[Spot], texts: Sequence[str], obstacles: Iterable[Box], frame: Box
+) -> list[tuple[Spot, bool]]:
+    """Return the middle of each label, close to its marker but on no other thing, and whether it needs a line to it."""
+    lines, taken = list(obstacles), [box_around(spot, 2 * MARK, 2 * MARK) for spot in spots]
+    found: dict[int, tuple[Spot, bool]] = {}
+    # The long ones first: they fit in fewer places.
+    for number in sorted(range(len(spots)), key=lambda number: -len(texts[number])):
+        spot, text = spots[number], texts[number]
+        width, height = len(text) * _LETTER_WIDTH * SIZE, _LETTER_HEIGHT * SIZE
+        boxes = {place: box_around(place, width, height) for place in _around(spot, width, height)}
+        places = [place for place, box in boxes.items() if _is_inside(box, frame)]
+        free = [place for place in places if not _meets(boxes[place], taken)]
+        clear = [place for place in free if not _meets(boxes[place], lines)]
+        middle = (clear or free or places or [spot])[0]
+        gap = max(abs(middle[0] - spot[0]) - width / 2, abs(middle[1] - spot[1]) - height / 2)
+        found[number] = (middle, gap > MARK + _NEAR + _FARTHER)
+        taken.append(box_around(middle, width, height))
+    return [found[number] for number in range(len(spots))]
+
+
+def box_around(middle: Spot, width: float, height: float) -> Box:
+    """A box by its middle."""
+    return middle[0] - width / 2, middle[1] - height / 2, middle[0] + width / 2, middle[1] + height / 2
+
+
+def lines_between(corners: Sequence[Spot]) -> list[Box]:
+    """The horizontal and vertical lines through corners, as boxes."""
+    return [(min(a, c), min(b, d), max(a, c), max(b, d)) for (a, b), (c, d) in pairwise(corners)]
+
+
+def _around(spot: Spot, width: float, height: float) -> Iterable[Spot]:
+    """Middles of a label around a marker, the nearest first, at its sides before its corners."""
+    for number in range(_MOST_TRIES):
+        gap = MARK + _NEAR + number * _FARTHER
+        for x, y in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1)):
+            near = 0.4 if x and y else 1.0  # at a corner
+            yield spot[0] + x * (width / 2 + near * gap), spot[1] + y * (height / 2 + near * gap)
+
+
+def _is_inside(box: Box, frame: Box) -> bool:
+    return box[0] >= frame[0] and box[1] >= frame[1] and box[2] <= frame[2] and box[3] <= frame[3]
+
+
+def _meets(box: Box, others: Iterable[Box]) -> bool:
+    return any(box[0] < c and a < box[2] and box[1] < d and b < box[3] for a, b, c, d in others)

@@ -3,7 +3,7 @@
 import pytest
 from support.plans import CHECKPOINTING, FUSION, OFFLOAD
 
-from lightning_vram.callbacks.auto_vram.applied_plan import faster_scheme
+from lightning_vram.callbacks.auto_vram.decision import faster_scheme
 from lightning_vram.estimation.step_time import StepTime
 from lightning_vram.memory.units import MIB
 from lightning_vram.planner.scheme import Found, Measured, Part, Scheme

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_vram import AutoVRAM, MicroBatching
-from lightning_vram.callbacks.auto_vram import decision, plan_cache
-from lightning_vram.callbacks.auto_vram.plan_cache import load_plan, plan_folder, plan_key, save_plan
+from lightning_vram.callbacks.auto_vram import decision
+from lightning_vram.callbacks.auto_vram.decision import load_plan, plan_folder, plan_key, save_plan
 from lightning_vram.demos import ByteGPT
 from lightning_vram.estimation.running_trainer import RunningTrainer
 from lightning_vram.estimation.step_time import StepTime
@@ -198,7 +198,7 @@ def test_each_change_of_a_run_has_a_key_of_its_own(monkeypatch):
         key_of(run_of(num_ranks=2)),
         key_of(run_of(num_devices=2)),
     ]
-    monkeypatch.setattr(plan_cache, "__version__", "9.9")
+    monkeypatch.setattr(decision, "__version__", "9.9")
     keys.append(key_of(run_of()))
     assert len(set(keys)) == len(keys)
 

@@ -55,7 +55,7 @@ def test_when_time_is_up_the_fastest_that_was_found_is_taken(make_trainer, slow_
     auto = AutoVRAM(int(0.9 * PLAIN_BYTES))
     stages = Stages(auto)
     packed = fit(make_trainer, auto, stages)
-    (line,) = (record.getMessage() for record in caplog.records if "AutoVRAM: a step needs" in record.getMessage())
+    (line,) = (record.getMessage() for record in caplog.records if "AutoVRAM: Fits with" in record.getMessage())
     assert line.endswith(
         "\nIt is the fastest configuration found in 30 s, the time limit of planning (a tenth of the first epoch, at "
         "least 30 s)."

@@ -58,7 +58,7 @@ def test_a_run_that_does_not_fit_is_stopped_and_leaves_no_limit(make_trainer):
     trainer = make_trainer(
         callbacks=[MemoryBudget("100000B", on_excess="error")], accelerator=ACCELERATOR, devices=1, max_epochs=1
     )
-    with pytest.raises(MisconfigurationException, match=rf"97.66 KiB are available on {DEVICE}:0"):
+    with pytest.raises(MisconfigurationException, match=rf"of 97.66 KiB on {DEVICE}:0"):
         trainer.fit(LitTiny(TinyGPT()))
     assert device_module().get_per_process_memory_fraction(0) == before
 

@@ -339,19 +339,6 @@ def test_an_open_folder_does_not_keep_a_plain_program_from_going_on(slurm, tmp_p
     assert_went_on(expected, stopped, fit(Noting, tmp_path, SlurmRequeue()))
 
 
-def test_a_checkpoint_of_another_user_is_not_taken(slurm, tmp_path, monkeypatch):
-    fit(Noting, tmp_path, Send(1), SlurmRequeue())
-    slurm.start(1)
-    monkeypatch.setattr(RequeueFolder, "_own_uid", lambda folder: -1)
-    path = tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit.ckpt"
-    with pytest.raises(MisconfigurationException) as caught:
-        fit(Noting, tmp_path, SlurmRequeue())
-    assert str(caught.value) == (
-        f"SlurmRequeue does not load '{path}': it belongs to user {path.stat().st_uid}, not to you. Remove it "
-        f"to start anew, or use your own folder: SlurmRequeue(dirpath=...)."
-    )
-
-
 def test_weights_only_is_a_switch():
     with pytest.raises(TypeError) as caught:
         SlurmRequeue(weights_only="no")

@@ -64,15 +64,6 @@ def test_the_folder_of_a_job_is_for_this_user_alone(folder, tmp_path):
         assert folder.is_private()
 
 
-def test_a_checkpoint_of_another_user_is_a_strangers(folder, monkeypatch):
-    folder.checkpoint.touch()
-    assert folder.foreign_owner() is None
-    owner = folder.checkpoint.stat().st_uid
-    monkeypatch.setattr(folder, "_own_uid", lambda: owner + 1)
-    assert folder.foreign_owner() == owner
-    assert not folder.is_private()
-
-
 def test_what_cannot_be_written_says_why(tmp_path):
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "slurm_requeue"

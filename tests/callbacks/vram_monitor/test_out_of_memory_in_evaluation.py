@@ -19,7 +19,6 @@ MESSAGE = (
     "is allocated by PyTorch, and 4.00 MiB is reserved by PyTorch but unallocated."
 )
 COLLECTED = "outputs or metric lists, collected over the batches"
-PUT_TOGETHER = "the outputs of all batches, concatenated at the end of the epoch"
 TOO_LARGE = "a validation, test or prediction batch is too large"
 
 
@@ -95,7 +94,7 @@ def test_a_batch_is_told_with_its_size(stage, explain, tmp_path):
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_end_of_the_epoch(stage, explain):
     page = explain(stage, Lit(), limit_val_batches=1)
-    assert page.startswith(f"# Out of memory: {PUT_TOGETHER}\n")
+    assert page.startswith(f"# Out of memory: {COLLECTED}\n")
     assert "| where | the end of the epoch |" in page
     assert page.index("MetricOffload") < page.index("BasePredictionWriter")
 

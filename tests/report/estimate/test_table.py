@@ -112,7 +112,7 @@ def test_names_of_modules_are_no_markup():
 
 
 def test_what_a_function_estimates_can_be_printed():
-    def estimate_memory(module: str, *, device: str) -> MemoryEstimate:
+    def estimate_memory(module: str, *, device: str, on_progress: object) -> MemoryEstimate:
         """Estimate."""
         return estimate_of(notes=(module, device))
 

@@ -13,19 +13,6 @@ from support.pictures import assert_no_text_meets_another
 
 from lightning_vram.report.plan import picture, verdict
 
-CROWDED = (
-    tried()[0],
-    *(measured(FUSION, *[OFFLOAD] * n, mib=2060 - 25 * n, ms=113 + n) for n in range(1, 7)),
-    measured(OFFLOAD, mib=1600, ms=439),
-)
-PLANS = {
-    "apart": tried(),
-    "close": CROWDED[:-1],
-    "close, and one far slower": CROWDED,
-    "two far slower": (*CROWDED, measured(FUSION, FUSION, mib=1000, ms=500)),
-    "alike": (tried()[0], *(measured(*[OFFLOAD] * n, mib=1990, ms=120) for n in range(1, 4))),
-}
-
 
 def figure_of(plan):
     return as_figure(picture(plan).svg())
@@ -33,18 +20,6 @@ def figure_of(plan):
 
 def texts(figure) -> list[str]:
     return [text.get_text() for text in figure.axes[0].texts]
-
-
-@pytest.mark.parametrize("found", PLANS.values(), ids=PLANS)
-def test_no_number_covers_another(found):
-    assert_no_text_meets_another(figure_of(plan_of(found)))
-
-
-def test_one_that_is_far_slower_does_not_squeeze_the_rest():
-    found = texts(figure_of(plan_of(CROWDED)))
-    assert any(text.endswith(": 4.39x") for text in found)
-    assert any(text.endswith("slower than the axis") for text in found)
-    assert not any(text.endswith("slower than the axis") for text in texts(figure_of(plan_of())))
 
 
 def test_words():

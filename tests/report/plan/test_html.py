@@ -36,9 +36,10 @@ def test_markers_are_in_order_of_their_times_and_sizes():
 
 def test_one_that_is_far_slower_stands_at_the_edge_with_its_time():
     for drawing in drawings_of(plan_of(SLOW)):
-        assert [found.tag for found in marks_of(drawing)] == ["circle"] * 7 + ["path"]
+        right = max(float(found.get("cx")) for found in marks_of(drawing))
+        assert float(marks_of(drawing)[7].get("cx")) == right
         texts = [found.text for found in drawing if found.tag == "text"]
-        assert "8: 9.00x" in texts
+        assert "9.00x" in texts
 
 
 def test_nothing_leaves_the_drawing():

@@ -49,7 +49,7 @@ def test_long_names_are_whole_and_no_markup():
 
 
 def test_what_a_function_plans_can_be_printed():
-    def plan(module: str, *, device: str):
+    def plan(module: str, *, device: str, on_progress: object):
         """Plan."""
         return replace(plan_of(), own={"module": module, "device": device})
 
