@@ -18,8 +18,8 @@ from lightning_vram.memory.units import MIB
 from lightning_vram.private_names.dispatcher import copy_each
 from lightning_vram.private_names.torch import CHILDREN, PARAMETERS
 
-_MAX_ITEMS = 1000
-_MAX_COPIED_ITEMS = 10_000
+_MAX_ITEMS = 1000  # of a container that is looked into
+_MAX_COPIED_ITEMS = 100_000
 _MAX_DEPTH = 4
 
 _DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
@@ -35,29 +35,16 @@ class AttributeState:
     """All attributes of one module, without its children: modes, hooks, registries and its own.
 
     They are restored in the very objects that held them, since other code (a hook's handle, a logger) refers to these.
-    Lists, dicts and the like (also nested ones) get their former content back, generators their positions. Containers
-    with more than ``max_items`` are not looked into: if ``shortens``, lists and dicts lose what was added at the end,
-    sets and deques get their items back up to ten thousand. Not detected: objects of other kinds that change inside.
+    Lists, dicts and the like get their former content back, up to 100,000 items, and those in them, up to 1000 items;
+    generators get their positions back. Not detected: objects of other kinds that change inside.
     """
 
-    __slots__ = (
-        "_attributes",
-        "_empty",
-        "_kind",
-        "_max_items",
-        "_parameters",
-        "_shortens",
-        "_undos",
-        "module",
-        "tensors",
-    )
+    __slots__ = ("_attributes", "_empty", "_kind", "_parameters", "_undos", "module", "tensors")
 
-    def __init__(self, module: nn.Module, max_items: int = _MAX_ITEMS, *, shortens: bool = True) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.tensors: dict[str, Tensor] = {}  # the attributes that are
         self._kind = type(module)
-        self._max_items = max_items
-        self._shortens = shortens
         self._attributes = vars(module).copy()
         registered = self._attributes[PARAMETERS]
         self._parameters = registered.copy() if type(registered) in _DICTS else None  # not of a scripted module
@@ -72,8 +59,10 @@ class AttributeState:
                     self._undos.append(partial(_refill, value, value.copy()))
                 elif name != PARAMETERS:
                     self._note(value, depth=0)
+            elif isinstance(value, Tensor):
+                self.tensors[name] = value
             elif kind not in _CONSTANTS:
-                self._note_item(name, value)
+                self._note_generator(value)
 
     def restore(self) -> None:
         """Put everything back. May be called again."""
@@ -89,37 +78,28 @@ class AttributeState:
         for undo in self._undos:
             undo()
         registered, parameters = now[PARAMETERS], self._parameters
-        if parameters is not None and (parameters or registered) and not _has(registered, parameters):
-            _put_parameters_back(registered, parameters)
+        if parameters is None or not (parameters or registered) or _has(registered, parameters):
+            return
+        if not any(map(is_shard, (*registered.values(), *parameters.values()))):  # FSDP2 moves its own in and out
+            _refill(registered, parameters)
 
-    def _note_item(self, name: str, value: Any) -> None:
+    def _note_generator(self, value: Any) -> None:
         source = own_sources().get(type(value))
         if source is not None:
-            self._undos.append(_keep_position(source(value)))
-        elif isinstance(value, Tensor):
-            self.tensors[name] = value
+            read, write = source(value)
+            self._undos.append(partial(write, read()))
 
     def _note(self, container: Any, depth: int) -> None:
-        kind = type(container)
-        if len(container) > self._max_items:
-            undo = _keep_what_is_cheap(container) if self._shortens else None
-            self._undos += [undo] if undo is not None else []
+        kind, length = type(container), len(container)
+        if length <= _MAX_COPIED_ITEMS:
+            self._undos.append(partial(_refill, container, container.copy()))
+        if kind is set or depth == _MAX_DEPTH or length > _MAX_ITEMS:
             return
-        self._undos.append(partial(_refill, container, container.copy()))
-        if kind is set or depth == _MAX_DEPTH:
-            return
-        sources = own_sources()
         for item in container.values() if kind in _DICTS else container:
             if type(item) in _CONTAINERS:
                 self._note(item, depth + 1)
-            elif type(item) in sources:
-                self._undos.append(_keep_position(sources[type(item)](item)))
-
-
-def _put_parameters_back(registered: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
-    # FSDP2 moves sharded and unsharded parameters in and out itself.
-    if not any(map(is_shard, (*registered.values(), *before.values()))):
-        _refill(registered, before)
+            else:
+                self._note_generator(item)
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -135,26 +115,6 @@ def _refill(container: Any, content: Any) -> None:
 def _has(container: dict[Any, Any], content: dict[Any, Any]) -> bool:
     """Whether it holds these very objects: then nothing is written, since other code may be in a loop over it."""
     return all(map(is_, container.values(), content.values())) and [*container] == [*content]
-
-
-def _keep_position(source: tuple[Callable[[], Any], Callable[[Any], object]]) -> Undo:
-    read, write = source
-    return partial(write, read())
-
-
-def _keep_what_is_cheap(container: Any) -> Undo | None:
-    length = len(container)
-    if type(container) in (set, deque):
-        return partial(_refill, container, container.copy()) if length <= _MAX_COPIED_ITEMS else None
-
-    def shorten() -> None:
-        if type(container) is list:
-            del container[length:]
-            return
-        for name in list(container)[length:]:  # what was added last stands last
-            del container[name]
-
-    return shorten
 
 
 def iterate_members(*modules: nn.Module) -> list[nn.Module]:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter, methodcaller
-from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +23,6 @@ from lightning_vram.private_names.dispatcher import OptimizedModule
 from lightning_vram.private_names.torch import (
     BUFFERS,
     PARAMETERS,
-    InstanceNormBase,
     NormBase,
     num_writes,
     own_buffers,
@@ -43,7 +41,6 @@ class ForwardFacts:
 
     written: set[tuple[int, str]] | None = None  # buffers and tensor attributes: number of the submodule, and name
     draws_from_numpy: bool | None = None  # one that does so in later forwards only is not noticed
-    reads_statistics: bool | None = None  # whether its code names the running statistics of its norms
 
 
 @dataclass(slots=True)
@@ -75,18 +72,17 @@ class ForwardState:
         self._name = type(modules[0]).__name__
         self._learned = learned
         self._members = [member for member in iterate_members(*modules) if not isinstance(member, OptimizedModule)]
-        # What a forward adds to a large container is taken away when the second run is over, not before it.
-        self._states = [AttributeState(member, shortens=False) for member in self._members]
+        self._states = [AttributeState(member) for member in self._members]
         self._parameters = [(one, one.requires_grad) for one in self._iterate_parameters()]
         self._held: dict[tuple[int, str], _Held] = {}
-        self._statistics: list[tuple[dict[str, Any], str]] = []  # that move on, and that nobody reads
-        self._watched: list[tuple[str, Tensor]] = []
-        self._versions: list[int] = []
-        for number, buffers in enumerate(self._own(BUFFERS)):
-            if buffers:
-                self._take_buffers(number, buffers)
-            if self._states[number].tensors:
-                self._take_tensors(number)
+        self._watched: list[tuple[str, Tensor, int]] = []  # with its version
+        for number, (buffers, state) in enumerate(zip(self._own(BUFFERS), self._states, strict=True)):
+            for name, tensor in buffers.items():
+                if tensor is not None:
+                    self._hold(number, name, buffers, tensor)
+            for name, tensor in state.tensors.items():
+                if type(tensor) is Tensor and not is_part_of_flat_parameter(tensor):
+                    self._hold(number, name, vars(state.module), tensor)
         # Those of the parameters, too: a layer may get its tensors inside an object of the user's.
         parameters = chain.from_iterable(map(_read_values, self._own(PARAMETERS)))
         devices = {*devices, *(parameter.device for parameter in parameters if parameter is not None)}
@@ -96,7 +92,6 @@ class ForwardState:
         """Save the starts of written tensors after the forward; returns its generators: ``"python"``, ``"numpy"``."""
         is_first = self._learned.written is None
         known = self._learned.written = self._learned.written or set()
-        watched: list[tuple[str, Tensor]] = []
         for place, held in self._held.items():
             is_written = version_of(held.tensor) != held.version or (is_first and differs(held.tensor, held.start))
             if is_written or place in known:
@@ -108,9 +103,8 @@ class ForwardState:
                     )
             elif num_bytes_of(held.tensor) > SAVED_COPY_BYTES:
                 held.start = None
-                watched.append((place[1], held.tensor))
-        self._watched = [pair for pair in watched if not pair[1].is_inference()]
-        self._versions = [num_writes(one) for _, one in self._watched]
+                if not held.tensor.is_inference():
+                    self._watched.append((place[1], held.tensor, num_writes(held.tensor)))
         drawn = self._ambient.settle()
         if self._learned.draws_from_numpy is None:
             self._learned.draws_from_numpy = "numpy" in drawn
@@ -118,14 +112,13 @@ class ForwardState:
 
     def run(self, work: Callable[[], _T]) -> _T:
         """Return the result of ``work`` in the state before the forward. May be called again."""
-        now = [num_writes(one) for _, one in self._watched]
-        if now != self._versions:
-            name, one = next(pair for pair, a, b in zip(self._watched, now, self._versions, strict=True) if a != b)
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{name} of shape {list(one.shape)} in {self._name}, a layer that is recomputed. Write it after the "
-                "backward, or assign a new tensor."
-            )
+        for name, one, version in self._watched:
+            if num_writes(one) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{name} of shape {list(one.shape)} in {self._name}, a layer that is recomputed. Write it after "
+                    "the backward, or assign a new tensor."
+                )
         return self._ambient.run(lambda: self._run(work))
 
     def _run(self, work: Callable[[], _T]) -> _T:
@@ -158,23 +151,6 @@ class ForwardState:
         for (_, name), held in self._held.items():
             if held.start is not None:  # copied once more: a retained graph may be recomputed again
                 held.registry[name] = copies.setdefault(id(held.tensor), writable_copy(held.start))
-        for registry, name in self._statistics:
-            registry[name] = writable_copy(registry[name])
-
-    def _take_buffers(self, number: int, buffers: dict[str, Any]) -> None:
-        member = self._members[number]
-        are_statistics = member.training and _has_statistics(member) and not self._reads_statistics()
-        are_statistics &= not isinstance(member, InstanceNormBase)  # saves copies of them
-        for name, buffer in buffers.items():
-            if buffer is not None and are_statistics:
-                self._statistics.append((buffers, name))
-            elif buffer is not None:
-                self._hold(number, name, buffers, buffer)
-
-    def _take_tensors(self, number: int) -> None:
-        for name, tensor in self._states[number].tensors.items():
-            if type(tensor) is Tensor and not is_part_of_flat_parameter(tensor):
-                self._hold(number, name, vars(self._members[number]), tensor)
 
     def _hold(self, number: int, name: str, registry: dict[str, Any], tensor: Tensor) -> None:
         written, place = self._learned.written, (number, name)
@@ -184,13 +160,6 @@ class ForwardState:
             is_copied = written is None or place in written or num_bytes_of(tensor) <= ALWAYS_COPIED_BYTES
         self._held[place] = _Held(registry, tensor, writable_copy(tensor) if is_copied else None, version_of(tensor))
 
-    def _reads_statistics(self) -> bool:
-        if self._learned.reads_statistics is None:
-            classes = {kind for member in self._members for kind in type(member).__mro__}
-            own = [kind for kind in classes if not kind.__module__.startswith("torch.nn.modules.")]
-            self._learned.reads_statistics = any(_names_statistics(one) for kind in own for one in vars(kind).values())
-        return self._learned.reads_statistics
-
     def _own(self, registry: str) -> Iterator[dict[str, Any]]:
         """Yield the registries of all members: this and its callers call no Python function for each."""
         return map(itemgetter(registry), map(vars, self._members))
@@ -199,21 +168,6 @@ class ForwardState:
         for parameter in chain.from_iterable(map(_read_values, self._own(PARAMETERS))):
             if type(parameter) is nn.Parameter or (parameter is not None and not is_shard(parameter)):
                 yield parameter
-
-
-def _has_statistics(module: nn.Module) -> bool:
-    """Whether buffers are statistics of torch's own norms: written in training, past their version, and not read."""
-    return isinstance(module, NormBase) and type(module).forward.__module__.startswith("torch.nn.modules.")
-
-
-def _names_statistics(value: Any) -> bool:
-    """Whether a function or property, or code inside of it, names running statistics."""
-    value = getattr(value, "fget", None) or getattr(value, "__func__", None) or value
-    code = getattr(getattr(value, "__wrapped__", value), "__code__", value)
-    if not isinstance(code, CodeType):
-        return False
-    is_named = not {"running_mean", "running_var"}.isdisjoint(code.co_names)
-    return is_named or any(map(_names_statistics, code.co_consts))
 
 
 def _is_moved(parameter: Tensor, data: Tensor) -> bool:
@@ -237,6 +191,7 @@ def writable_copy(tensor: Tensor) -> Tensor:
 def iterate_floating_buffers(module: nn.Module) -> Iterator[Tensor]:
     """Yield the buffers of ``module`` that are neither masks nor statistics of torch's own norms."""
     for member in module.modules():
-        if not _has_statistics(member):
+        # torch's own norms write their statistics in training, and do not read them
+        if not (isinstance(member, NormBase) and type(member).forward.__module__.startswith("torch.nn.modules.")):
             buffers = (buffer for buffer in own_buffers(member).values() if buffer is not None)
             yield from (buffer for buffer in buffers if buffer.dtype not in (torch.bool, torch.uint8))

@@ -39,7 +39,6 @@ from typing_extensions import override
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI  # which every run would load, for the command alone
 
-RUN = "_run"  # of the trainer's class
 SIGTERM_HANDLER = "_sigterm_notifier_fn"  # of the connector of signals
 
 

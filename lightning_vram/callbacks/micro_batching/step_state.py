@@ -11,7 +11,6 @@ are means over updates, and metrics that average something per batch. A metric t
 not found.
 """
 
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -82,9 +81,9 @@ class StepState:
         self._parameters = parameters
         members = iterate_members(self._module)
         # Not isinstance: it takes as long as all the rest, Metric being an abstract class.
-        metrics = [AttributeState(one, max_items=sys.maxsize) for one in members if Metric in type(one).__mro__]
-        others = [AttributeState(one) for one in members if Metric not in type(one).__mro__]
-        self._attributes = [*others, *metrics]  # a metric empties lists of any length
+        self._attributes = [AttributeState(one) for one in members]
+        metrics = [one for one in self._attributes if Metric in type(one.module).__mro__]
+        others = [one for one in self._attributes if Metric not in type(one.module).__mro__]
         buffers = [one for member in members for one in own_buffers(member).values() if one is not None]
         small = [one for state in others for one in _plain(state) if num_bytes_of(one) <= ALWAYS_COPIED_BYTES]
         self._copies = self._buffers.take([*buffers, *small])
