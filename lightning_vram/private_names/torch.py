@@ -377,16 +377,9 @@ def write_flags(values: list[Any]) -> None:
             write(value)
 
 
-def read_parametrizations() -> tuple[int, dict[Any, Any]] | None:
-    """Return how many ``parametrize.cached()`` are entered and what they have computed; ``None`` if there are none."""
-    return (parametrize._cache_enabled, dict(parametrize._cache)) if parametrize._cache_enabled else None
-
-
-def write_parametrizations(state: tuple[int, dict[Any, Any]] | None) -> None:
-    """Set what :func:`read_parametrizations` returned."""
-    parametrize._cache_enabled, cached = state or (0, {})
-    parametrize._cache.clear()
-    parametrize._cache.update(cached)
+def is_parametrization_cached() -> bool:
+    """Whether ``parametrize.cached()`` is entered."""
+    return bool(parametrize._cache_enabled)
 
 
 FOREACH_TYPES: tuple[list[Any], ...] = (_foreach_supported_types, _foreach_utils._foreach_supported_types)

@@ -79,7 +79,6 @@ class MicroBatchRunner:
         self._has_warned = False
         self.size: int | None = None  # samples per micro-batch in the last batch; None if it could not be cut
         self._has_shrunk = False  # in this batch
-        self.reduces_by_hand = False
 
     def run(
         self,

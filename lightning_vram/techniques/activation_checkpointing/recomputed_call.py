@@ -26,7 +26,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from typing_extensions import override
 
 from lightning_vram.core.hooks import OwnHooks, SavedOutput, exact_only, is_in_backward, save, stepping_aside
-from lightning_vram.core.module_state import differs
 from lightning_vram.core.recomputed_saves import (
     Placeholder,
     RecomputationError,
@@ -38,15 +37,19 @@ from lightning_vram.core.recomputed_saves import (
     is_due,
     take_sample,
 )
-from lightning_vram.core.rollback import SAVED_COPY_BYTES, ForwardFacts, ForwardState, writable_copy
+from lightning_vram.core.rollback import SAVED_COPY_BYTES, ForwardFacts, ForwardState, differs, writable_copy
 from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, PLAIN_TYPES, flatten_arguments, num_bytes_of
 from lightning_vram.memory.storages import iterate_storages, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.memory.tracking.tracker import module_scope
 from lightning_vram.private_names.dispatcher import TO_COPY, OpOverload, hide_from_dynamo, schema_of, without_dispatch
 from lightning_vram.private_names.torch import current_graph_task_id, may_stop_early, storage_key, tree_leaves, tree_map
-from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
-from lightning_vram.techniques.activation_checkpointing.selective import Recording, Replaying, SavedOutputs
+from lightning_vram.techniques.activation_checkpointing.save_policy import (
+    Recording,
+    Replaying,
+    SavedOutputs,
+    SavePolicy,
+)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""

@@ -1,19 +1,17 @@
 """Full and sharded state dicts, verified, and written completely or not at all. May import: core, memory."""
 
-from lightning_vram.techniques.sharded_checkpoints.files import (
+from lightning_vram.techniques.sharded_checkpoints.folder import (
+    MODULE_STATES,
+    ShardedFolder,
     check_archive,
+    consolidate,
     explained,
+    is_sharded_folder,
+    prepare_path,
     read_values,
     recover,
     remove,
     write_file,
-)
-from lightning_vram.techniques.sharded_checkpoints.folder import (
-    MODULE_STATES,
-    ShardedFolder,
-    consolidate,
-    is_sharded_folder,
-    prepare_path,
     write_folder,
 )
 from lightning_vram.techniques.sharded_checkpoints.states import (

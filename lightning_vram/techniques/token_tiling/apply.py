@@ -23,7 +23,7 @@ from lightning_vram.private_names.torch import (
     BatchNormBase,
     InstanceNormBase,
     has_hooks,
-    read_parametrizations,
+    is_parametrization_cached,
 )
 from lightning_vram.techniques.token_tiling.proof import have_values, prove
 from lightning_vram.techniques.token_tiling.tiled_call import Body, CutCall, TiledCall, cut_call, is_inside
@@ -98,7 +98,7 @@ def _is_candidate(module: nn.Module) -> bool:
 def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling() or is_inside() or is_transformed() or is_in_selective_checkpoint():
         return original(*args, **kwargs)
-    if read_parametrizations() is not None:  # in parametrize.cached(): tiles would share weights
+    if is_parametrization_cached():  # in parametrize.cached(): tiles would share weights
         return original(*args, **kwargs)
     found = cut_call((args, kwargs))
     if isinstance(found, str):
