@@ -242,8 +242,7 @@ class ForwardState:
             if num_writes(one) != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"{name} of shape {list(one.shape)} in {self._name}, a layer that is recomputed. Write it after "
-                    "the backward, or assign a new tensor."
+                    f"{name} of shape {list(one.shape)} in {self._name}, a layer that is recomputed. Assign a new one."
                 )
         return self._ambient.run(lambda: self._run(work))
 

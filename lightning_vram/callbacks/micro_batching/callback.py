@@ -44,14 +44,14 @@ from lightning_vram.core.ranks import RankAgreement
 from lightning_vram.core.rollback import iterate_members
 from lightning_vram.core.tensors.properties import is_sharded
 from lightning_vram.private_names.lightning import (
+    MAKE_BACKWARD,
     MAKE_CLOSURE,
+    MAKE_ZERO_GRAD,
     AutomaticOptimization,
     blocked_sync,
     call_hook,
     is_accumulating,
-    make_backward,
     make_step,
-    make_zero_grad,
 )
 from lightning_vram.private_names.torch import has_accumulation_hooks, own_parameters
 from lightning_vram.techniques.micro_batching import (
@@ -77,9 +77,8 @@ def _check_trainer(trainer: pl.Trainer, *, is_training: bool) -> None:
             )
     if is_training and not module.automatic_optimization:
         raise MisconfigurationException(
-            "MicroBatching does not work with manual optimization: it cannot split the forward, backward and "
-            "optimizer step inside training_step. Set automatic_optimization=True, or split the batch in "
-            "training_step."
+            "MicroBatching does not work with manual optimization: training_step runs forward and backward itself. Set "
+            "automatic_optimization=True, or split the batch in training_step."
         )
 
 
@@ -105,9 +104,8 @@ def _check_gradients(trainer: pl.Trainer, *, retries: bool) -> None:
     reason = why_reducer_is_needed(model) if retries else None
     if reason is not None:
         raise MisconfigurationException(
-            f"MicroBatching('auto') does not work with {reason}: a rank that runs out of memory during a "
-            "reduction would block the others, so gradients are averaged after the backward, without the "
-            "reducer. Give a fixed size, such as MicroBatching(8)."
+            f"MicroBatching('auto') does not work with {reason}: gradients are averaged after the backward, without "
+            "the reducer. Give a fixed size, such as MicroBatching(8)."
         )
 
 
@@ -170,8 +168,8 @@ class MicroBatchClosure(Closure):
         self._kwargs = kwargs
         self._optimizer = optimizer
         self._runner = runner
-        self._backward = make_backward(loop, optimizer)
-        self._zero_grad = make_zero_grad(loop, batch_idx, optimizer)
+        self._backward: Callable[[Tensor], None] | None = getattr(loop, MAKE_BACKWARD)(optimizer)
+        self._zero_grad: Callable[[], None] | None = getattr(loop, MAKE_ZERO_GRAD)(batch_idx, optimizer)
         self._reduced_by_hand = reduced_by_hand if self._backward is not None else None
         self._has_run_backward = False
 

@@ -7,8 +7,6 @@ diverges is an error. In compiled code the compiler's partitioner does all that,
 """
 
 import copy
-import functools
-import inspect
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -22,7 +20,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from typing_extensions import override
 
 from lightning_vram.core.hooks import OwnHooks, SavedOutput, exact_only, is_in_backward, save, stepping_aside
@@ -394,12 +391,6 @@ def _inside(hooks: OwnHooks, *others: AbstractContextManager[Any] | None) -> Ite
         yield
 
 
-# Past the saved-tensor hooks of others, as always. From torch 2.15 on it has to be said: else a warning tells that a
-# later version will hand them what is kept. Where nothing is kept it means nothing.
-_RESPECT = "respect_saved_tensors_hooks"
-_HOOKS: dict[str, Any] = {_RESPECT: False} if _RESPECT in inspect.signature(checkpoint).parameters else {}
-
-
 @dataclass
 class Observation:
     """What is known about a layer from its earlier calls."""
@@ -449,15 +440,6 @@ def call_recomputed(
         kept.settle(observation, recomputing.name)
         observation.num_kept = runs.settle()
     return output
-
-
-def compiled_checkpoint(save: SavePolicy | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Let the compiler recompute ``forward``, but for all operators of ``save``: ``every_n`` does not count there."""
-    run = functools.partial(forward, **kwargs)  # past the checkpoint, which has keywords of its own
-    if save is None:
-        return checkpoint(run, *args, use_reentrant=False)
-    contexts = functools.partial(create_selective_checkpoint_contexts, list(save.resolved))
-    return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **_HOOKS)
 
 
 def drop_empty_caches(layer: nn.Module, arguments: Arguments) -> Arguments:
