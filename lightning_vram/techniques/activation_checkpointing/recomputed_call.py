@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import ref
 
 import torch
@@ -127,43 +127,35 @@ def _keep(leaf: Tensor, overwrites_inputs: bool | None) -> Any:  # noqa: FBT001
     return _Input(save(writable_copy(leaf) if overwrites_inputs else leaf))
 
 
-class _Input:
-    __slots__ = ("read",)
-
-    def __init__(self, read: Callable[[], Tensor]) -> None:
-        self.read = read
+class _Input(NamedTuple):
+    read: Callable[[], Tensor]
 
 
 class _FirstInput:
     """A tensor in a layer's first call, which may overwrite it: it and a copy are kept until that is known."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor: Tensor | None = tensor
+        self._tensor: Any = tensor
         self._version = version_of(tensor)
         self._copy: Tensor | None = writable_copy(tensor)  # what the layer found
         self._shape, self._requires_grad = tensor.shape, tensor.requires_grad
         self._saved: SavedOutput | None = None
 
     def is_overwritten(self) -> bool:
-        return version_of(self._now) != self._version or differs(self._now, self._copy)
+        return version_of(self._tensor) != self._version or differs(self._tensor, self._copy)
 
     def settle(self) -> None:
         """Call after the layer's forward: keeps what the second run needs, under the hooks that are set."""
-        needed = self._copy if self._copy is not None and self.is_overwritten() else self._now
+        needed = self._copy if self._copy is not None and self.is_overwritten() else self._tensor
         self._saved = SavedOutput(needed.detach())
         self._tensor = self._copy = None
 
     def read(self) -> Tensor:
         """Return what the layer found. Raises ``RuntimeError``, as autograd does, if it was overwritten since."""
-        tensor = self._saved.give() if self._saved is not None else self._now
+        tensor: Tensor | None = self._saved.give() if self._saved is not None else self._tensor
         if tensor is None:
             raise _overwritten(self._shape)
         return tensor.detach().requires_grad_(self._requires_grad)
-
-    @property
-    def _now(self) -> Tensor:
-        assert self._tensor is not None
-        return self._tensor
 
 
 def _overwritten(shape: torch.Size) -> RuntimeError:
