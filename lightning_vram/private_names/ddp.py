@@ -9,7 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 def special_reductions(ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> dict[str, bool]:
     """Return by name whether ``ddp`` reduces the gradients of ``parameters`` in one of its other ways."""
-    logged: dict[str, Any] = ddp._get_ddp_logging_data()  # the only place that names built-in hooks
+    # the only place that names built-in hooks
+    logged: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return {
         "a communication hook": bool(logged.get("comm_hook")),
         "delayed reductions": bool(getattr(ddp, "_delay_all_reduce_params", ())),
@@ -25,7 +26,8 @@ def sync_buffers(ddp: DistributedDataParallel) -> None:
 
 def drop_reduced_gradients(ddp: DistributedDataParallel) -> None:
     """Make ``ddp`` leave every ``grad`` empty after a backward: a communication hook has used the gradients."""
-    ddp.reducer._set_optimizer_in_backward()
+    reducer: Any = ddp.reducer
+    reducer._set_optimizer_in_backward()
 
 
 def prepare_for_backward(ddp: DistributedDataParallel) -> None:
