@@ -74,18 +74,27 @@ class BatchCutter:
     def measure(self, batch: Any) -> BatchFacts:
         """Measure a batch; ``BatchSplitError`` if it cannot be split."""
         moved = self._move(batch, self.batch_dim, 0)
-        num_samples = self._splitter.batch_size(moved) if self._split is None else len(self._split(batch, 1))
+        num_samples = self._count(moved) if self._split is None else len(self._split(batch, 1))
         if num_samples < 1:
             raise SplitArgumentError(f"split_batch(batch, 1) returned no micro-batch for a {type(batch).__name__}.")
         if self._time_first is not None and not self._shows_samples(batch, num_samples):
             raise BatchSplitError(
                 f"The module's layer {self._time_first!r} has batch_first=False, so dimension 0 of the batch may be "
-                f"time ({describe_all(batch)}). Pass batch_dim=1 to MicroBatching if it is, batch_dim=0 if it is not."
+                f"time ({describe_all(batch)}). Pass batch_dim=1 to MicroBatching if it is, batch_dim=0 if it is not, "
+                "or split=."
             )
         if self.batch_dim and self._split is None:
             self._refuse_samples_first(batch, num_samples)
         num_elements = max(num_samples, self._splitter.elements(moved))
         return BatchFacts(num_samples, num_elements, f"{num_samples} of {self._splitter.shape_key(batch)}")
+
+    def _count(self, moved: Any) -> int:
+        try:
+            return self._splitter.batch_size(moved)
+        except BatchSplitError as error:
+            if not self.batch_dim:
+                raise
+            raise type(error)(f"{error} Shapes are shown with dimension {self.batch_dim} (batch_dim=) first.") from None
 
     def _move(self, value: Any, source: int, destination: int) -> Any:
         if source == destination:
