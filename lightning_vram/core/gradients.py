@@ -16,14 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from lightning_vram.private_names.ddp import (
-    can_sync_buffers,
-    delays_reductions,
-    forget_used_parameters,
-    has_optimizer_in_backward,
-    is_reduced_by_compiler,
-    logged_by,
-)
+from lightning_vram.private_names.ddp import forget_used_parameters, special_reductions
 from lightning_vram.private_names.ddp import sync_buffers as broadcast_buffers
 from lightning_vram.private_names.dispatcher import copy_each, multiply_each, norm_each, order_by_group
 from lightning_vram.private_names.fsdp2 import local_shard
@@ -185,10 +178,8 @@ def reduce_gradients(ddp: DistributedDataParallel) -> None:
 
     Parameters without a gradient on some ranks count as zero there; without any they stay so. The host blocks once.
     """
-    group = ddp.process_group
-    if dist.get_world_size(group) > 1:
-        dense = _agreed_gradients(list(_parameters(ddp)), group)
-        average_dense(dense, group)
+    if dist.get_world_size(ddp.process_group) > 1:
+        average_dense(_agreed_gradients(list(_parameters(ddp)), ddp.process_group), ddp.process_group)
     # The reducer notes which parameters were used in backwards without it, too, and would take them for used in the
     # next that it reduces. With unused parameters it builds no buckets anew, so there is nothing else to lose.
     if ddp.find_unused_parameters:
@@ -199,12 +190,9 @@ def why_reducer_is_needed(ddp: DistributedDataParallel) -> str | None:
     """Name what :func:`reduce_gradients` cannot replace, to follow "does not work with"; or ``None``."""
     reasons = {
         "static_graph=True, which fails in a first backward under no_sync": ddp.static_graph,
-        "a communication hook": bool(logged_by(ddp).get("comm_hook")),
         "DistributedDataParallel(mixed_precision)": ddp.mixed_precision is not None,
-        "delayed reductions": delays_reductions(ddp),
         "a hook for buffers": hasattr(ddp, "buffer_hook"),
-        "the reducer of compiled autograd": is_reduced_by_compiler(ddp),
-        "an optimizer that runs in the backward": has_optimizer_in_backward(_parameters(ddp)),
+        **special_reductions(ddp, _parameters(ddp)),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -214,8 +202,6 @@ def sync_buffers(ddp: DistributedDataParallel) -> None:
 
     Call it once before the tries of a step, :func:`expect_buffer_sync` after: a retry on one rank would hang.
     """
-    if not can_sync_buffers(ddp) or not hasattr(ddp, "require_forward_param_sync"):
-        return
     if ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
         broadcast_buffers(ddp)
     ddp.require_forward_param_sync = False

@@ -2,11 +2,10 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from functools import cache, partial
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from lightning_vram.core.tensors.properties import flatten_arguments
 from lightning_vram.private_names.dispatcher import default_device_of_block
-from lightning_vram.private_names.torch import read_flags, read_parametrizations, write_flags, write_parametrizations
+from lightning_vram.private_names.torch import read_flags, write_flags
 
 Source = tuple[Callable[[], Any], Callable[[Any], object]]  # how to read the state of a generator, and how to set it
 State = dict[str, Any]  # of tensors, numbers, strings, ``None``, lists and dictionaries
@@ -51,11 +50,6 @@ def accelerator_source(device: torch.device) -> Source | None:
     return partial(module.get_rng_state, *arguments), lambda state: module.set_rng_state(state, *arguments)
 
 
-def own_sources() -> Mapping[type, Callable[[Any], Source]]:
-    """Return, for each kind of generator that an object may own, what makes its source."""
-    return _own_sources(sys.modules.get("numpy.random"))
-
-
 def find_sources(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Source]:
     """Return the generators that a call may draw from: none, for operators of torch that never draw."""
     is_of_torch = getattr(func, "namespace", "") == "aten"
@@ -87,27 +81,23 @@ def _is_host(device: torch.device) -> bool:
     return device.type in ("cpu", "meta")
 
 
-@cache
-def _own_sources(numpy_random: ModuleType | None) -> dict[type, Callable[[Any], Source]]:
-    kinds: dict[type, Callable[[Any], Source]] = {
-        _TorchGenerator: _source_of_torch,
-        random.Random: lambda generator: (generator.getstate, generator.setstate),
-    }
-    if numpy_random is not None:
-        kinds |= {
-            numpy_random.Generator: _source_of_numpy,
-            numpy_random.RandomState: lambda old: (partial(old.get_state, legacy=False), old.set_state),
-        }
-    return kinds
-
-
 def _source_of_torch(generator: torch.Generator) -> Source:
     return generator.get_state, generator.set_state
 
 
-def _source_of_numpy(generator: Any) -> Source:
-    bits = generator.bit_generator
-    return lambda: bits.state, lambda state: setattr(bits, "state", state)
+def source_of(value: Any) -> Source | None:
+    """Return the source of a generator that an object may own; ``None`` for anything else."""
+    kind: Any = type(value)
+    if kind is _TorchGenerator:
+        return _source_of_torch(value)
+    if kind is random.Random:
+        return value.getstate, value.setstate
+    if not kind.__module__.startswith("numpy.random"):
+        return None
+    if kind.__name__ == "RandomState":
+        return partial(value.get_state, legacy=False), value.set_state
+    bits = value.bit_generator if kind.__name__ == "Generator" else None
+    return None if bits is None else (lambda: bits.state, lambda state: setattr(bits, "state", state))
 
 
 def is_generator(value: object) -> bool:
@@ -229,7 +219,6 @@ class AmbientState:
         self._autocasts = {kind: _read_autocast(kind) for kind in kinds if _can_autocast(kind)}
         self._default_device = default_device_of_block()
         self._flags = read_flags()
-        self._parametrizations = read_parametrizations()
         self._context = copy_context()
         sources = filter(None, map(default_source, devices - {torch.device("meta")}))
         self._generators = [(read, write, read()) for read, write in sources]
@@ -250,13 +239,10 @@ class AmbientState:
             for read, write, state in (*self._generators, *self._hosts):
                 stack.callback(write, read())
                 write(state)
-            flags, parametrizations = read_flags(), read_parametrizations()
+            flags = read_flags()
             if flags != self._flags:
                 stack.callback(write_flags, flags)
                 write_flags(self._flags)
-            if self._parametrizations or parametrizations:
-                stack.callback(write_parametrizations, parametrizations)
-                write_parametrizations(self._parametrizations)
             for kind, then in self._autocasts.items():
                 if then != _read_autocast(kind):
                     is_enabled, dtype, has_cache = then

@@ -1,28 +1,26 @@
-"""Restore a module as it was before a forward, to recompute it. May import: core below it."""
+"""The state of a module, to restore: its attributes, and what a forward found. May import: core below it."""
 
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from operator import itemgetter, methodcaller
+from operator import is_, itemgetter, methodcaller
 from types import CodeType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.core.module_state import (
-    ALWAYS_COPIED_BYTES,
-    AttributeState,
-    differs,
-    iterate_members,
-)
-from lightning_vram.core.random_state import AmbientState
-from lightning_vram.core.tensors.properties import is_shard, num_bytes_of
+from lightning_vram.core.random_state import AmbientState, source_of
+from lightning_vram.core.tensors.properties import REAL_TYPES, is_shard, num_bytes_of
 from lightning_vram.memory.storages import version_of
+from lightning_vram.memory.units import MIB
 from lightning_vram.private_names.ddp import is_part_of_flat_parameter
 from lightning_vram.private_names.dispatcher import OptimizedModule
 from lightning_vram.private_names.torch import (
     BUFFERS,
+    CHILDREN,
     PARAMETERS,
     InstanceNormBase,
     NormBase,
@@ -32,8 +30,136 @@ from lightning_vram.private_names.torch import (
     without_torch_function,
 )
 
-_T = TypeVar("_T")
+ALWAYS_COPIED_BYTES = MIB
 SAVED_COPY_BYTES = 64 * 1024  # copies up to this size are saved whether the tensor is written or not
+
+_MAX_ITEMS = 1000  # of a container that is looked into
+_MAX_COPIED_ITEMS = 100_000
+_MAX_DEPTH = 4
+
+_DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
+_CONTAINERS = _DICTS | {list, set, deque}
+_CONSTANTS = frozenset((bool, int, float, str, tuple, type(None), torch.dtype, torch.device))
+
+_REGISTRIES = frozenset(vars(nn.Module()))  # nothing in these dicts needs a look inside
+
+Undo = Callable[[], object]
+
+
+class AttributeState:
+    """All attributes of one module, without its children: modes, hooks, registries and its own.
+
+    They are restored in the very objects that held them, since other code (a hook's handle, a logger) refers to these.
+    Lists, dicts and the like get their former content back, up to 100,000 items, and those in them, up to 1000 items;
+    generators get their positions back. Not detected: objects of other kinds that change inside.
+    """
+
+    __slots__ = ("_attributes", "_empty", "_kind", "_parameters", "_undos", "module", "tensors")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.tensors: dict[str, Tensor] = {}  # the attributes that are
+        self._kind = type(module)
+        self._attributes = vars(module).copy()
+        registered = self._attributes[PARAMETERS]
+        self._parameters = registered.copy() if type(registered) in _DICTS else None  # not of a scripted module
+        self._empty: list[Any] = []  # containers
+        self._undos: list[Undo] = []  # of containers that are not empty, and of generators
+        for name, value in self._attributes.items():
+            kind = type(value)
+            if kind in _CONTAINERS:
+                if not value:
+                    self._empty.append(value)
+                elif name in _REGISTRIES and name != PARAMETERS:
+                    self._undos.append(partial(_refill, value, value.copy()))
+                elif name != PARAMETERS:
+                    self._note(value, depth=0)
+            elif isinstance(value, Tensor):
+                self.tensors[name] = value
+            elif kind not in _CONSTANTS:
+                self._note_generator(value)
+
+    def restore(self) -> None:
+        """Put everything back. May be called again."""
+        if type(self.module) is not self._kind:  # a lazy layer that got its weights became another
+            return
+        now, before = vars(self.module), self._attributes
+        if not _has(now, before):
+            now.update(before)
+            for name in [name for name in now if name not in before]:
+                del now[name]
+        for container in filter(None, self._empty):
+            container.clear()
+        for undo in self._undos:
+            undo()
+        registered, parameters = now[PARAMETERS], self._parameters
+        if parameters is None or not (parameters or registered) or _has(registered, parameters):
+            return
+        if not any(map(is_shard, (*registered.values(), *parameters.values()))):  # FSDP2 moves its own in and out
+            _refill(registered, parameters)
+
+    def _note_generator(self, value: Any) -> None:
+        source = source_of(value)
+        if source is not None:
+            read, write = source
+            self._undos.append(partial(write, read()))
+
+    def _note(self, container: Any, depth: int) -> None:
+        kind, length = type(container), len(container)
+        if length <= _MAX_COPIED_ITEMS:
+            self._undos.append(partial(_refill, container, container.copy()))
+        if kind is set or depth == _MAX_DEPTH or length > _MAX_ITEMS:
+            return
+        for item in container.values() if kind in _DICTS else container:
+            if type(item) in _CONTAINERS:
+                self._note(item, depth + 1)
+            else:
+                self._note_generator(item)
+
+
+def _refill(container: Any, content: Any) -> None:
+    if type(container) in _DICTS:
+        if not _has(container, content):
+            container.clear()
+            container.update(content)
+    else:
+        container.clear()
+        (container.update if type(container) is set else container.extend)(content)
+
+
+def _has(container: dict[Any, Any], content: dict[Any, Any]) -> bool:
+    """Whether it holds these very objects: then nothing is written, since other code may be in a loop over it."""
+    return all(map(is_, container.values(), content.values())) and [*container] == [*content]
+
+
+def iterate_members(*modules: nn.Module) -> list[nn.Module]:
+    """Return ``modules`` and all modules in them, each once; quicker than ``modules()``, which hashes by state."""
+    waiting = list({id(module): module for module in modules}.values())
+    seen = set(map(id, waiting))
+    members: list[nn.Module] = []
+    while waiting:
+        member = waiting.pop()
+        members.append(member)
+        children = vars(member)[CHILDREN]
+        if children:
+            for child in children.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    waiting.append(child)
+    return members
+
+
+def differs(tensor: Tensor, start: Tensor | None) -> bool:
+    """Whether a tensor was written past its version counter: through ``.data``, or by a kernel."""
+    is_plain = (type(tensor) is nn.Buffer or type(tensor) in REAL_TYPES) and tensor.layout is torch.strided
+    if type(start) is not Tensor or not is_plain or tensor.is_meta or tensor.is_nested:
+        return False
+    if tensor.shape != start.shape or torch.equal(tensor, start):
+        return tensor.shape != start.shape
+    return not bool(((tensor == start) | ((tensor != tensor) & (start != start))).all())  # NaN is not a change
+
+
+_T = TypeVar("_T")
 _read_values = methodcaller("values")
 
 
@@ -75,18 +201,17 @@ class ForwardState:
         self._name = type(modules[0]).__name__
         self._learned = learned
         self._members = [member for member in iterate_members(*modules) if not isinstance(member, OptimizedModule)]
-        # What a forward adds to a large container is taken away when the second run is over, not before it.
-        self._states = [AttributeState(member, shortens=False) for member in self._members]
+        self._states = [AttributeState(member) for member in self._members]
         self._parameters = [(one, one.requires_grad) for one in self._iterate_parameters()]
         self._held: dict[tuple[int, str], _Held] = {}
         self._statistics: list[tuple[dict[str, Any], str]] = []  # that move on, and that nobody reads
-        self._watched: list[tuple[str, Tensor]] = []
-        self._versions: list[int] = []
-        for number, buffers in enumerate(self._own(BUFFERS)):
+        self._watched: list[tuple[str, Tensor, int]] = []  # with its version
+        for number, (buffers, state) in enumerate(zip(self._own(BUFFERS), self._states, strict=True)):
             if buffers:
                 self._take_buffers(number, buffers)
-            if self._states[number].tensors:
-                self._take_tensors(number)
+            for name, tensor in state.tensors.items():
+                if type(tensor) is Tensor and not is_part_of_flat_parameter(tensor):
+                    self._hold(number, name, vars(state.module), tensor)
         # Those of the parameters, too: a layer may get its tensors inside an object of the user's.
         parameters = chain.from_iterable(map(_read_values, self._own(PARAMETERS)))
         devices = {*devices, *(parameter.device for parameter in parameters if parameter is not None)}
@@ -96,7 +221,6 @@ class ForwardState:
         """Save the starts of written tensors after the forward; returns its generators: ``"python"``, ``"numpy"``."""
         is_first = self._learned.written is None
         known = self._learned.written = self._learned.written or set()
-        watched: list[tuple[str, Tensor]] = []
         for place, held in self._held.items():
             is_written = version_of(held.tensor) != held.version or (is_first and differs(held.tensor, held.start))
             if is_written or place in known:
@@ -108,9 +232,8 @@ class ForwardState:
                     )
             elif num_bytes_of(held.tensor) > SAVED_COPY_BYTES:
                 held.start = None
-                watched.append((place[1], held.tensor))
-        self._watched = [pair for pair in watched if not pair[1].is_inference()]
-        self._versions = [num_writes(one) for _, one in self._watched]
+                if not held.tensor.is_inference():
+                    self._watched.append((place[1], held.tensor, num_writes(held.tensor)))
         drawn = self._ambient.settle()
         if self._learned.draws_from_numpy is None:
             self._learned.draws_from_numpy = "numpy" in drawn
@@ -118,14 +241,12 @@ class ForwardState:
 
     def run(self, work: Callable[[], _T]) -> _T:
         """Return the result of ``work`` in the state before the forward. May be called again."""
-        now = [num_writes(one) for _, one in self._watched]
-        if now != self._versions:
-            name, one = next(pair for pair, a, b in zip(self._watched, now, self._versions, strict=True) if a != b)
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{name} of shape {list(one.shape)} in {self._name}, a layer that is recomputed. Write it after the "
-                "backward, or assign a new tensor."
-            )
+        for name, one, version in self._watched:
+            if num_writes(one) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{name} of shape {list(one.shape)} in {self._name}, a layer that is recomputed. Assign a new one."
+                )
         return self._ambient.run(lambda: self._run(work))
 
     def _run(self, work: Callable[[], _T]) -> _T:
@@ -170,11 +291,6 @@ class ForwardState:
                 self._statistics.append((buffers, name))
             elif buffer is not None:
                 self._hold(number, name, buffers, buffer)
-
-    def _take_tensors(self, number: int) -> None:
-        for name, tensor in self._states[number].tensors.items():
-            if type(tensor) is Tensor and not is_part_of_flat_parameter(tensor):
-                self._hold(number, name, vars(self._members[number]), tensor)
 
     def _hold(self, number: int, name: str, registry: dict[str, Any], tensor: Tensor) -> None:
         written, place = self._learned.written, (number, name)

@@ -7,31 +7,16 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 
-def delays_reductions(ddp: DistributedDataParallel) -> bool:
-    """Whether ``ddp`` reduces some parameters late."""
-    return bool(getattr(ddp, "_delay_all_reduce_params", ()))
-
-
-def is_reduced_by_compiler(ddp: DistributedDataParallel) -> bool:
-    """Whether the reducer of compiled autograd replaces that of ``ddp``."""
-    return bool(getattr(ddp, "_use_python_reducer", False))
-
-
-def has_optimizer_in_backward(parameters: Iterable[Tensor]) -> bool:
-    """Whether an optimizer was put into the backward of one of ``parameters``."""
-    return any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters)
-
-
-def logged_by(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """Return the logging data of ``ddp``: the only place that names built-in hooks."""
-    read = getattr(ddp, "_get_ddp_logging_data", dict)
-    logged: dict[str, Any] = read()
-    return logged
-
-
-def can_sync_buffers(ddp: DistributedDataParallel) -> bool:
-    """Whether :func:`sync_buffers` works for ``ddp``."""
-    return getattr(ddp, "_sync_buffers", None) is not None
+def special_reductions(ddp: DistributedDataParallel, parameters: Iterable[Tensor]) -> dict[str, bool]:
+    """Return by name whether ``ddp`` reduces the gradients of ``parameters`` in one of its other ways."""
+    # the only place that names built-in hooks
+    logged: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    return {
+        "a communication hook": bool(logged.get("comm_hook")),
+        "delayed reductions": bool(getattr(ddp, "_delay_all_reduce_params", ())),
+        "the reducer of compiled autograd": bool(getattr(ddp, "_use_python_reducer", False)),
+        "an optimizer that runs in the backward": any(hasattr(one, "_in_backward_optimizers") for one in parameters),
+    }
 
 
 def sync_buffers(ddp: DistributedDataParallel) -> None:
@@ -52,9 +37,7 @@ def prepare_for_backward(ddp: DistributedDataParallel) -> None:
 
 def forget_used_parameters(ddp: DistributedDataParallel) -> None:
     """Make the reducer of ``ddp`` forget which parameters took part in backwards, if it can."""
-    reset = getattr(ddp.reducer, "_reset_state", None)
-    if reset is not None:
-        reset()
+    getattr(ddp.reducer, "_reset_state", lambda: None)()
 
 
 def is_part_of_flat_parameter(tensor: Tensor) -> bool:

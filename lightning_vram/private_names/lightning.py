@@ -1,6 +1,5 @@
 """Private names of Lightning: Trainer, loops, logging, strategies, callbacks, files, command line."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -39,7 +38,6 @@ from typing_extensions import override
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI  # which every run would load, for the command alone
 
-RUN = "_run"  # of the trainer's class
 SIGTERM_HANDLER = "_sigterm_notifier_fn"  # of the connector of signals
 
 
@@ -81,19 +79,8 @@ MAKE_ZERO_GRAD = "_make_zero_grad_fn"
 OPTIMIZER_STEP = "_optimizer_step"
 
 
-def make_step(loop: AutomaticOptimization, kwargs: OrderedDict[str, Any]) -> Callable[[], ClosureResult]:
-    """Return a function that calls ``training_step`` with ``kwargs``."""
-    return loop._make_step_fn(kwargs)
-
-
-def make_backward(loop: AutomaticOptimization, optimizer: Optimizer) -> Callable[[Tensor], None] | None:
-    """Return the backward of a loss; ``None``: no backward."""
-    return loop._make_backward_fn(optimizer)
-
-
-def make_zero_grad(loop: AutomaticOptimization, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
-    """Return a function that zeroes gradients; ``None`` within gradient accumulation."""
-    return loop._make_zero_grad_fn(batch_idx, optimizer)
+make_step: Callable[..., Callable[[], ClosureResult]] = AutomaticOptimization._make_step_fn
+"""Return a function that calls ``training_step`` with keyword arguments."""
 
 
 def is_loops_closure(closure: Any, *, is_bare: bool) -> bool:
@@ -114,9 +101,8 @@ is_accumulating: Callable[[_TrainingEpochLoop], bool] = methodcaller("_should_ac
 """Whether no optimizer step follows the current batch."""
 
 
-def validation_follows(loop: _TrainingEpochLoop, fetcher: Any) -> bool:
-    """Whether validation follows the current batch."""
-    return loop._should_check_val_fx(fetcher)
+validation_follows: Callable[[_TrainingEpochLoop, Any], bool] = _TrainingEpochLoop._should_check_val_fx
+"""Whether validation follows the current batch, of a fetcher."""
 
 
 training_data: Callable[[_FitLoop], CombinedLoader | None] = attrgetter("_combined_loader")
@@ -268,8 +254,7 @@ def syncs_layers(strategy: Strategy) -> bool:
 
 def read_timeout(strategy: Strategy) -> timedelta | None:
     """Return how long ranks wait for each other; ``None``: unknown."""
-    timeout: timedelta | None = getattr(strategy, "_timeout", None)
-    return timeout
+    return getattr(strategy, "_timeout", None)
 
 
 def call_after_closure(plugin: Precision, module: pl.LightningModule, optimizer: Optimizer) -> None:
@@ -286,9 +271,8 @@ def is_searching_rate(callbacks: Iterable[Callback]) -> bool:
     return any(isinstance(callback, _LRCallback) for callback in callbacks)
 
 
-def last_checkpoints(callback: ModelCheckpoint, trainer: pl.Trainer) -> set[str]:
-    """Return the paths of the files that ``save_last=True`` wrote."""
-    return callback._find_last_checkpoints(trainer)
+last_checkpoints: Callable[[ModelCheckpoint, pl.Trainer], set[str]] = ModelCheckpoint._find_last_checkpoints
+"""Return the paths of the files that ``save_last=True`` wrote."""
 
 
 average_of: Callable[[WeightAveraging], AveragedModel | None] = attrgetter("_average_model")

@@ -91,10 +91,14 @@ storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Return the identity of a storage; another may have it later."""
 
 
+def accumulation_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
+    """Return the hooks that wait for the gradient to be accumulated."""
+    return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
 def has_accumulation_hooks(parameter: Tensor) -> bool:
     """Whether hooks wait for the gradient to be accumulated in ``parameter``, but those with ``only_tells``."""
-    hooks = parameter._post_accumulate_grad_hooks or {}
-    return not all(getattr(hook, "only_tells", False) for hook in hooks.values())
+    return not all(getattr(hook, "only_tells", False) for hook in accumulation_hooks(parameter))
 
 
 sparse_indices: Callable[[Tensor], Tensor] = torch.Tensor._indices  # the indices of a COO tensor as they are stored
@@ -107,11 +111,6 @@ local_shard_of: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 
 free_pinned_memory: Callable[[], None] = getattr(torch._C, "_host_emptyCache", lambda: None)
 """Free the pinned memory that torch caches."""
-
-
-def accumulation_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
-    """Return the hooks that wait for the gradient to be accumulated."""
-    return list((parameter._post_accumulate_grad_hooks or {}).values())
 
 
 def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
@@ -377,25 +376,17 @@ def write_flags(values: list[Any]) -> None:
             write(value)
 
 
-def read_parametrizations() -> tuple[int, dict[Any, Any]] | None:
-    """Return how many ``parametrize.cached()`` are entered and what they have computed; ``None`` if there are none."""
-    return (parametrize._cache_enabled, dict(parametrize._cache)) if parametrize._cache_enabled else None
-
-
-def write_parametrizations(state: tuple[int, dict[Any, Any]] | None) -> None:
-    """Set what :func:`read_parametrizations` returned."""
-    parametrize._cache_enabled, cached = state or (0, {})
-    parametrize._cache.clear()
-    parametrize._cache.update(cached)
+def is_parametrization_cached() -> bool:
+    """Whether ``parametrize.cached()`` is entered."""
+    return bool(parametrize._cache_enabled)
 
 
 FOREACH_TYPES: tuple[list[Any], ...] = (_foreach_supported_types, _foreach_utils._foreach_supported_types)
 """The lists of tensor classes that foreach kernels support."""
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks run before the step of ``optimizer``."""
-    return bool(optimizer._optimizer_step_pre_hooks)
+has_step_hooks: Callable[[Optimizer], Any] = attrgetter("_optimizer_step_pre_hooks")
+"""Return the hooks that run before the step of an optimizer, true if there are any."""
 
 
 def is_initialized(optimizer: Optimizer) -> bool:

@@ -148,8 +148,7 @@ class BatchCutter:
             sizes = [num_samples // count + (number < num_samples % count) for number in range(count)]
             parts = self._splitter.split(self._move(batch, self.batch_dim, 0), sizes)
             return list(zip([self._move(part, 0, self.batch_dim) for part in parts], sizes, strict=True))
-        size = min(size, num_samples)
-        sizes = [size] * (num_samples // size) + [num_samples % size] * (num_samples % size > 0)
+        sizes = [min(size, num_samples - start) for start in range(0, num_samples, size)]
         parts = list(self._split(batch, size))
         if len(parts) != len(sizes):
             raise BatchSplitError(

@@ -30,8 +30,14 @@ EXCEPTIONS = {
     ("core.ranks", "work.wait()"): "several ranks, by gloo: tests/core/processes",
     ("core.ranks", "store.wait([own], timeout)"): "several processes",
     ("core.ranks", "store.wait(keys, timeout)"): "several processes",
-    ("core.module_state", "self.value.copy_(self.tensor.detach(), non_blocking=self.value.is_pinned())"): (_ONE_STREAM),
-    ("core.module_state", "self.tensor.copy_(self.value, non_blocking=self.value.is_pinned())"): _ONE_STREAM,
+    (
+        "callbacks.micro_batching.step_state",
+        "self.value.copy_(self.tensor.detach(), non_blocking=self.value.is_pinned())",
+    ): (_ONE_STREAM),
+    (
+        "callbacks.micro_batching.step_state",
+        "self.tensor.copy_(self.value, non_blocking=self.value.is_pinned())",
+    ): _ONE_STREAM,
     (
         "memory.estimate.workspaces",
         "_COPY_BYTES / _fastest(lambda: on_device.copy_(on_host, non_blocking=True)),",

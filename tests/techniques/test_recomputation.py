@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 from lightning_vram.core.recomputed_saves import RecomputationError
 from lightning_vram.techniques.activation_checkpointing.apply import (
@@ -390,7 +390,6 @@ ROWS = {
     "default device": Row(DefaultDevice, scope=lambda net: torch.device("meta")),
     "deterministic algorithms": Row(Flags, scope=lambda net: deterministic()),
     "backends of attention": Row(Attention, scope=lambda net: sdpa_kernel(SDPBackend.MATH)),
-    "cached parametrizations": Row(Normed, scope=lambda net: parametrize.cached(), num_calls=2),
 }
 
 

@@ -19,8 +19,11 @@ from torch.optim import LBFGS
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_choice, check_positive_int
-from lightning_vram.callbacks.accumulation_scheduler.mean import AccumulationWeights, AccumulationWindow
-from lightning_vram.callbacks.accumulation_scheduler.run import AccumulationRun
+from lightning_vram.callbacks.accumulation_scheduler.run import (
+    AccumulationRun,
+    AccumulationWeights,
+    AccumulationWindow,
+)
 from lightning_vram.callbacks.hook_points import FitTechnique
 from lightning_vram.core.batches.micro_batches import BatchWeight, WeightName, check_weight, make_batch_weight
 from lightning_vram.private_names.lightning import training_data

@@ -1,79 +1,202 @@
-"""Gradient accumulation in one fit, from its setup to its end."""
+"""Gradient accumulation in one fit: every optimizer step is the mean over the micro-batches of its window.
+
+Lightning divides every loss by ``trainer.accumulate_grad_batches``, the mean only of a full window of equal weights.
+With weights ``w``, the mean is ``sum(w * gradient) / sum(w)`` over all micro-batches of all ranks. Losses are
+multiplied by ``w`` as they come; gradients are divided by the sum, one reduced number, before the optimizer step.
+"""
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_vram.callbacks.accumulation_scheduler.mean import (
-    AccumulationMean,
-    AccumulationWeights,
-    AccumulationWindow,
-)
-from lightning_vram.core.batches.micro_batches import NormMomentum, find_batch_norms
+from lightning_vram.core.batches.micro_batches import BatchWeight, NormMomentum, find_batch_norms
+from lightning_vram.core.gradients import scale_gradients
 from lightning_vram.core.patching import MethodPatch
 from lightning_vram.private_names.lightning import (
+    AFTER_CLOSURE,
+    MAKE_BACKWARD,
     MAKE_ZERO_GRAD,
-    RUN,
+    OPTIMIZER_STEP,
     WINDOW_ENDS,
     epoch_ends,
+    is_accumulating,
     skips_backward,
     training_data,
 )
 from lightning_vram.techniques.accumulation_schedule import AccumulationSchedule
 
 
-class SteppingBatches:
-    """Changes the class of a trainer to one of the same name with another estimate, until :meth:`remove`.
+class AccumulationWeights:
+    """Weights of one window after the other. They stay on the device.
+
+    Losses are in units of the first weight above 0, so that float16 stays in range. All ranks agree about it, by one
+    more reduction for each batch until there is one; that is the only time the host waits for the device.
+    """
+
+    def __init__(self, weigh: BatchWeight, trainer: pl.Trainer) -> None:
+        self._weigh = weigh
+        self._device = trainer.strategy.root_device
+        self._num_ranks = trainer.world_size
+        self._dtype = torch.float32 if self._device.type == "mps" else torch.float64
+        self._reference: Tensor | None = None
+        self.is_known_zero = False  # whether the batch has weight 0, known without waiting for a device
+        self._weight = self._sum = torch.zeros((), dtype=self._dtype, device=self._device)
+
+    def begin(self, batch: Any, *, is_first: bool) -> None:
+        """Weigh the next batch, or the first one of a window. All ranks call this or :meth:`pass_over`."""
+        if is_first:
+            self._sum = torch.zeros_like(self._sum)
+        weight = self._weigh(batch)
+        self.is_known_zero = (not isinstance(weight, Tensor) or weight.device.type == "cpu") and bool(weight == 0)
+        if not isinstance(weight, Tensor):
+            weight = torch.full_like(self._sum, weight)  # unlike torch.tensor, it does not wait for the device
+        weight = weight.detach().to(self._device, self._dtype)
+        self._find_reference(weight)
+        self._weight = weight if self._reference is None else weight / self._reference
+
+    def pass_over(self) -> None:
+        """Take part in the reductions of the other ranks, without a batch."""
+        self._find_reference(torch.zeros_like(self._sum))
+
+    def scale(self, loss: Tensor, *, is_new: bool) -> Tensor:
+        """Multiply a loss of the last batch by its weight, which counts once for several losses."""
+        if is_new:
+            self._sum = self._sum + self._weight
+        return loss * self._weight.to(loss.device, loss.dtype)
+
+    def factor(self, length: int) -> Tensor:
+        """Return the factor of gradients whose losses were scaled and divided by ``length``. A collective.
+
+        Gradients are averaged over the ranks before. The factor is 1 where all weights are 0.
+        """
+        mean = self._reduced(self._sum, "SUM") / self._num_ranks
+        return torch.where(mean > 0, length / mean, 1)
+
+    def _find_reference(self, weight: Tensor) -> None:
+        if self._reference is not None:
+            return
+        largest = self._reduced(weight, "MAX")
+        if largest > 0:
+            self._reference = largest / torch.frexp(largest).mantissa  # a power of two, which rounds nothing
+
+    def _reduced(self, value: Tensor, operation: str) -> Tensor:
+        if self._num_ranks == 1:
+            return value
+        # strategy.reduce waits at a barrier each time
+        value = value.clone()
+        torch.distributed.all_reduce(value, op=getattr(torch.distributed.ReduceOp, operation))
+        return value
+
+
+@dataclass
+class AccumulationWindow:
+    """The micro-batches of one optimizer step: how many are planned, and how many have run.
+
+    A window ends when it is full, or with its epoch; only then the next one is planned.
+    """
+
+    length: int = 1  # micro-batches planned
+    position: int = 1  # of the current or last micro-batch, from 1
+    batch: int | None = None  # number of that batch in the run (``batch_progress.total.ready``); ``None`` before any
+    num_places: int = 0  # taken since the window, or the process that resumed it, began: equal on all ranks
+    num_begun: int = 0  # micro-batches among them that were not missing
+    num_held: int = 0  # those of them whose gradients count
+    is_held: bool = False  # whether the current one counts already
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the optimizer steps with the current micro-batch."""
+        return self.position >= self.length
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no earlier micro-batch of this window has gradients."""
+        return self.num_begun <= 1
+
+    def open(self, length: int) -> None:
+        """Begin the next window."""
+        self.length = length
+        self.position = self.num_places = self.num_begun = self.num_held = 0
+
+    def begin(self, batch: int) -> None:
+        """Begin a micro-batch."""
+        self.position += 1
+        self.num_places += 1
+        self.num_begun += 1
+        self.batch = batch
+        self.is_held = False
+
+    def pass_over(self, batch: int) -> None:
+        """Give a missing batch a place, so that ranks stay in step.
+
+        The last place is left to the next batch: Lightning steps with a batch alone. Other ranks cannot have stepped
+        at this one, since the step waits for all of them.
+        """
+        self.batch = batch
+        if self.position < self.length - 1:
+            self.position += 1
+            self.num_places += 1
+
+    def hold(self) -> bool:
+        """Count the current micro-batch, once for several backward passes; return whether it is the first."""
+        is_new = not self.is_held
+        self.num_held += is_new
+        self.is_held = True
+        return is_new
+
+    def state_dict(self, *, is_interrupted: bool) -> dict[str, Any]:
+        """What a checkpoint needs, without gradients. If interrupted, the current micro-batch will run again."""
+        return {"length": self.length, "position": self.position - is_interrupted, "batch": self.batch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue in the middle of a window, without its gradients."""
+        self.length, self.position, self.batch = (state_dict[key] for key in ("length", "position", "batch"))
+        self.num_places = self.num_begun = self.num_held = 0
+        self.is_held = False
+
+
+def _swap_trainer_class(trainer: pl.Trainer, run: "AccumulationRun") -> Callable[[], None]:
+    """Change a trainer's class to one of the same name with the true number of optimizer steps; return the undo.
 
     Learning rate schedules are made from the estimate, in ``configure_optimizers``. Lightning uses the factor of that
     moment: it estimates 16 where a schedule makes 10 steps. It is a property, which only a class can replace. A copy
     of the trainer, such as the one of a spawned worker process, has its original class.
-
-    ``end`` is called when another run begins: the error of another callback can keep a run from being cleaned up.
     """
+    original = type(trainer)
 
-    def __init__(
-        self, trainer: pl.Trainer, read_schedule: Callable[[], AccumulationSchedule], end: Callable[[], None]
-    ) -> None:
-        original = type(trainer)
-        self._trainer = trainer
-        self._original = original
-        self._read_schedule: Callable[[], AccumulationSchedule] | None = read_schedule
+    def estimate(trainer: Any) -> int | float:
+        lightning_estimate: int | float = original.estimated_stepping_batches.__get__(trainer)  # sets up the data
+        if run.is_over or trainer.max_epochs == -1 or trainer.num_training_batches == float("inf"):
+            return lightning_estimate
+        steps = run.read_schedule().count_steps(trainer.num_training_batches, max(trainer.max_epochs, 1))
+        return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
-        def estimate(trainer: Any) -> int | float:
-            lightning_estimate: int | float = original.estimated_stepping_batches.__get__(trainer)  # sets up the data
-            is_endless = trainer.max_epochs == -1 or trainer.num_training_batches == float("inf")
-            if self._read_schedule is None or is_endless:
-                return lightning_estimate
-            steps = self._read_schedule().count_steps(trainer.num_training_batches, max(trainer.max_epochs, 1))
-            return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+    def reduce(trainer: Any, protocol: Any) -> Any:
+        reduced: Any = original.__reduce_ex__(trainer, protocol)
+        function, arguments, *others = reduced
+        arguments = (original if one is swapped else one for one in arguments)
+        return operator.call, (function, *arguments), *others  # pickle looks at the class if it knows the function
 
-        def run(trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if self._read_schedule is not None:
-                end()
-            return getattr(original, RUN)(trainer, *args, **kwargs)
+    attributes = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    changed = {"estimated_stepping_batches": property(estimate), "__reduce_ex__": reduce}
+    swapped = type(original.__name__, (original,), attributes | changed)
+    trainer.__class__ = swapped
 
-        def reduce(trainer: Any, protocol: Any) -> Any:
-            reduced: Any = original.__reduce_ex__(trainer, protocol)
-            function, arguments, *others = reduced
-            arguments = (original if one is self._swapped else one for one in arguments)
-            return operator.call, (function, *arguments), *others  # pickle looks at the class if it knows the function
+    def undo() -> None:
+        if type(trainer) is swapped:  # else another class was put over it, which stays and passes calls on
+            trainer.__class__ = original
 
-        attributes = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-        changed = {"estimated_stepping_batches": property(estimate), RUN: run, "__reduce_ex__": reduce}
-        self._swapped = type(original.__name__, (original,), attributes | changed)
-        trainer.__class__ = self._swapped
-
-    def remove(self) -> None:
-        """Put the class back. Calling it again does nothing."""
-        self._read_schedule = None  # if another class was put over this one, it stays and passes calls on
-        if type(self._trainer) is self._swapped:
-            self._trainer.__class__ = self._original
+    return undo
 
 
 _MAX_NAMES = 5
@@ -86,6 +209,10 @@ class AccumulationRun:
     gradients of a window that has not stepped would stay in the next one. Meanwhile that attribute is the length of the
     current window: Lightning divides by it. Without a ``schedule``, the factor follows from the training data, by
     ``plan_factor``.
+
+    Gradients are corrected after the scaler's unscaling, before ``on_before_optimizer_step`` hooks and clipping. Those
+    of a full window without weights stay bitwise identical. Without weights ranks must not differ in the factor, and
+    do not communicate about it: of several, a batch that is ``None`` counts as one without a gradient, as in Lightning.
     """
 
     def __init__(
@@ -102,20 +229,24 @@ class AccumulationRun:
         self._epoch_loop = trainer.fit_loop.epoch_loop
         self._optimization = self._epoch_loop.automatic_optimization
         self._loader: object = None  # that the schedule was read from
-        self._factor: int | None = None
+        self._logged_factor: int | None = None
         self._factor_before = trainer.accumulate_grad_batches
         self.is_over = False  # whether it has ended
-        self._stepping_batches = SteppingBatches(trainer, self.read_schedule, self.end)
+        self._restore_class = _swap_trainer_class(trainer, self)
         self._patches = [MethodPatch(trainer.fit_loop, "setup_data", partial(partial, self._set_up_data))]
         if schedule is not None:
             self._set_factor()
-        self._mean: AccumulationMean | None = None
+        self._has_started = False
+        self._weights: AccumulationWeights | None = None
         self._norms: NormMomentum | None = None
+        self._correction: float | Tensor | None = None  # of the gradients of the current step
+        self._loss: Tensor | None = None  # the last one of the window
+        self._has_warned = False
 
     @property
     def is_interrupted(self) -> bool:
         """Whether a checkpoint made now will run the current micro-batch again."""
-        has_begun = self._mean is not None and self._epoch_loop.batch_progress.total.ready == self._window.batch
+        has_begun = self._has_started and self._epoch_loop.batch_progress.total.ready == self._window.batch
         return has_begun and not self._is_processed
 
     @property
@@ -138,8 +269,12 @@ class AccumulationRun:
 
     def start(self, weights: AccumulationWeights | None) -> None:
         """Take over the loops: tuners train before any other hook."""
-        self._mean = AccumulationMean(self._trainer, self._window, weights)
+        self._has_started = True
+        self._weights = weights
         self._patches += [
+            MethodPatch(self._optimization, MAKE_BACKWARD, partial(partial, self._make_backward)),
+            MethodPatch(self._optimization, OPTIMIZER_STEP, partial(partial, self._optimizer_step)),
+            MethodPatch(self._trainer.precision_plugin, AFTER_CLOSURE, partial(partial, self._after_closure)),
             MethodPatch(self._epoch_loop, WINDOW_ENDS, partial(partial, self._ends_window)),
             MethodPatch(self._optimization, "run", partial(partial, self._run_batch)),
             MethodPatch(self._optimization, MAKE_ZERO_GRAD, partial(partial, self._make_zero_grad)),
@@ -147,7 +282,7 @@ class AccumulationRun:
 
     def begin_training(self) -> AccumulationSchedule:
         """Forget what tuners made of the data, which is set up now; return the schedule of the training."""
-        self._factor, self._schedule, self._loader = None, self._given, None
+        self._logged_factor, self._schedule, self._loader = None, self._given, None
         return self.read_schedule()
 
     def correct_batch_norms(self, *, is_asked: bool) -> None:
@@ -170,9 +305,8 @@ class AccumulationRun:
         """Put everything back. Calling it again does nothing."""
         for patch in reversed(self._patches):
             patch.remove()
-        if self._mean is not None:
-            self._mean.remove()
-        self._stepping_batches.remove()
+        self._loss = None
+        self._restore_class()
         if not self.is_over:
             self._trainer.accumulate_grad_batches = self._factor_before
         self.is_over = True
@@ -192,8 +326,8 @@ class AccumulationRun:
         """Return the length of a window that begins now."""
         trainer = self._trainer
         factor = self.read_schedule().factor(trainer.current_epoch, trainer.global_step)
-        if factor != self._factor:
-            self._factor = factor
+        if factor != self._logged_factor:
+            self._logged_factor = factor
             for logger in trainer.loggers:
                 logger.log_metrics({"vram/accumulate_grad_batches": float(factor)}, step=trainer.global_step)
         num_left = trainer.num_training_batches - self._epoch_loop.batch_idx  # with the current one
@@ -221,8 +355,8 @@ class AccumulationRun:
         self._open()
         window.pass_over(progress.total.ready)  # it is None, or on_train_batch_start returned -1
         self._close_with_epoch()
-        assert self._mean is not None
-        self._mean.pass_over()
+        if self._weights is not None:
+            self._weights.pass_over()
         return window.is_full
 
     def _run_batch(
@@ -233,8 +367,9 @@ class AccumulationRun:
         self._open()
         self._window.begin(self._epoch_loop.batch_progress.total.ready)
         self._trainer.accumulate_grad_batches = self._window.length
-        assert self._mean is not None
-        self._mean.begin(kwargs["batch"])
+        self._correction = None
+        if self._weights is not None:
+            self._weights.begin(kwargs["batch"], is_first=self._window.is_first)
         if self._norms is not None:
             self._norms.scale(1 / self._window.length)
         try:
@@ -256,3 +391,83 @@ class AccumulationRun:
             return inner(batch_idx, optimizer)
         finally:
             self._trainer.accumulate_grad_batches = length
+
+    def _make_backward(self, inner: Callable[..., Any], optimizer: Optimizer) -> Any:
+        backward = inner(optimizer)
+        return None if backward is None else partial(self._scale_and_backward, backward)
+
+    def _scale_and_backward(self, backward: Callable[[Tensor], None], loss: Tensor) -> None:
+        if self._skips_backward(loss):
+            return
+        self._loss = loss.detach()
+        is_new = self._window.hold()
+        if self._weights is not None:
+            loss = self._weights.scale(loss, is_new=is_new)
+        backward(loss)
+
+    def _skips_backward(self, loss: Tensor) -> bool:
+        """Whether the loss counts for nothing, and no rank waits for its backward: 0 * (0 / 0) is not 0."""
+        if self._weights is None or not self._weights.is_known_zero:
+            return False
+        strategy, is_step = self._trainer.strategy, not is_accumulating(self._epoch_loop)
+        if not isinstance(strategy, SingleDeviceStrategy) and (is_step or not isinstance(strategy, DDPStrategy)):
+            return False
+        # A window that holds nothing has gradients of 0, rather than none, for hooks that look at them.
+        return not (is_step and self._window.num_held == 0 and bool(torch.isfinite(loss).all()))
+
+    def _optimizer_step(self, inner: Callable[..., Any], batch_idx: int, closure: Callable[[], Any]) -> Any:
+        if skips_backward(self._optimization):
+            return inner(batch_idx, closure)
+        num_calls = 0
+
+        def run_closure() -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > 1 and self._window.length > 1:
+                raise MisconfigurationException(
+                    "AccumulationScheduler does not work with an optimizer_step that calls its closure several times "
+                    "per step, such as sharpness-aware minimization (SAM): each call would run the last micro-batch "
+                    "only. Use larger batches or an optimizer that calls it once."
+                )
+            loss = closure()
+            if loss is None and self._window.num_held:
+                return self._loss  # a scaler takes None for a window without gradients
+            return loss if self._window.num_held else None
+
+        steps: list[Any] = []
+        optimizers = self._trainer.optimizers
+        handles = [one.register_step_post_hook(lambda *_: steps.append(True)) for one in optimizers]
+        try:
+            result = inner(batch_idx, run_closure)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if steps and num_calls and self._correction is None:
+            self._warn_of_bypass()
+        return result
+
+    def _warn_of_bypass(self) -> None:
+        if self._has_warned or (self._weights is None and self._find_correction() == 1):
+            return
+        self._has_warned = True
+        rank_zero_warn(
+            "AccumulationScheduler: optimizer_step of the LightningModule bypasses the strategy, so that its "
+            "gradients are not the mean over the accumulated batches, and hooks and clipping are skipped. Call "
+            "optimizer.step(closure=optimizer_closure) on the optimizer that it receives."
+        )
+
+    def _after_closure(self, inner: Callable[..., Any], model: pl.LightningModule, optimizer: Optimizer) -> Any:
+        if skips_backward(self._optimization):
+            return inner(model, optimizer)
+        if self._correction is None:  # once per step: some optimizers call their closure several times
+            self._correction = self._find_correction()
+        if isinstance(self._correction, Tensor) or self._correction != 1:
+            # Gradients of other parameters are never zeroed: they would be multiplied again at each step.
+            scale_gradients([p for group in optimizer.param_groups for p in group["params"]], self._correction)
+        return inner(model, optimizer)
+
+    def _find_correction(self) -> float | Tensor:
+        if self._weights is not None:
+            return self._weights.factor(self._window.length)
+        num_counted = self._window.num_held if self._trainer.world_size == 1 else self._window.num_places
+        return self._window.length / num_counted if num_counted else 1.0

@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,19 +39,19 @@ from lightning_vram.core.batches.micro_batches import (
 )
 from lightning_vram.core.batches.splitting import check_shared_keys
 from lightning_vram.core.gradients import expect_buffer_sync, reduce_gradients, sync_buffers, why_reducer_is_needed
-from lightning_vram.core.module_state import iterate_members
 from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.core.ranks import RankAgreement
+from lightning_vram.core.rollback import iterate_members
 from lightning_vram.core.tensors.properties import is_sharded
 from lightning_vram.private_names.lightning import (
+    MAKE_BACKWARD,
     MAKE_CLOSURE,
+    MAKE_ZERO_GRAD,
     AutomaticOptimization,
     blocked_sync,
     call_hook,
     is_accumulating,
-    make_backward,
     make_step,
-    make_zero_grad,
 )
 from lightning_vram.private_names.torch import has_accumulation_hooks, own_parameters
 from lightning_vram.techniques.micro_batching import (
@@ -77,9 +77,8 @@ def _check_trainer(trainer: pl.Trainer, *, is_training: bool) -> None:
             )
     if is_training and not module.automatic_optimization:
         raise MisconfigurationException(
-            "MicroBatching does not work with manual optimization: it cannot split the forward, backward and "
-            "optimizer step inside training_step. Set automatic_optimization=True, or split the batch in "
-            "training_step."
+            "MicroBatching does not work with manual optimization: training_step runs forward and backward itself. Set "
+            "automatic_optimization=True, or split the batch in training_step."
         )
 
 
@@ -105,21 +104,21 @@ def _check_gradients(trainer: pl.Trainer, *, retries: bool) -> None:
     reason = why_reducer_is_needed(model) if retries else None
     if reason is not None:
         raise MisconfigurationException(
-            f"MicroBatching('auto') does not work with {reason}: a rank that runs out of memory during a "
-            "reduction would block the others, so gradients are averaged after the backward, without the "
-            "reducer. Give a fixed size, such as MicroBatching(8)."
+            f"MicroBatching('auto') does not work with {reason}: gradients are averaged after the backward, without "
+            "the reducer. Give a fixed size, such as MicroBatching(8)."
         )
 
 
-def _reduces_by_hand(trainer: pl.Trainer, *, retries: bool, weighs: bool) -> bool:
-    """Whether gradients are averaged after the backward, under DDP."""
+def _reduced_by_hand(trainer: pl.Trainer, *, retries: bool, weighs: bool) -> DistributedDataParallel | None:
+    """Return the DDP module if gradients are averaged after the backward; its reducer must not run in one."""
     # A rank that runs out of memory in the middle of a reduction leaves the others waiting in it. A parameter that only
     # an earlier micro-batch used is unused for the reducer. And the last micro-batch, after which it reduces, may have
     # weight 0.
     model = trainer.strategy.model
     if not isinstance(model, DistributedDataParallel):
-        return False
-    return retries or ((model.find_unused_parameters or weighs) and why_reducer_is_needed(model) is None)
+        return None
+    is_by_hand = retries or ((model.find_unused_parameters or weighs) and why_reducer_is_needed(model) is None)
+    return model if is_by_hand else None
 
 
 @contextmanager
@@ -161,6 +160,7 @@ class MicroBatchClosure(Closure):
         optimizer: Optimizer,
         batch_idx: int,
         runner: MicroBatchRunner,
+        reduced_by_hand: DistributedDataParallel | None,
     ) -> None:
         super().__init__(step_fn=make_step(loop, kwargs))
         self._loop = loop
@@ -168,18 +168,15 @@ class MicroBatchClosure(Closure):
         self._kwargs = kwargs
         self._optimizer = optimizer
         self._runner = runner
-        self._backward = make_backward(loop, optimizer)
-        self._zero_grad = make_zero_grad(loop, batch_idx, optimizer)
+        self._backward: Callable[[Tensor], None] | None = getattr(loop, MAKE_BACKWARD)(optimizer)
+        self._zero_grad: Callable[[], None] | None = getattr(loop, MAKE_ZERO_GRAD)(batch_idx, optimizer)
+        self._reduced_by_hand = reduced_by_hand if self._backward is not None else None
         self._has_run_backward = False
 
     @override
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        batch = next(iter(self._kwargs.values()))
-        model = self._trainer.strategy.model
-        # under DDP, if its reducer must not run in a backward
-        is_by_hand = self._runner.reduces_by_hand and self._backward is not None
-        by_hand = model if is_by_hand and isinstance(model, DistributedDataParallel) else None
+        batch, by_hand = next(iter(self._kwargs.values())), self._reduced_by_hand
         if by_hand is not None:
             sync_buffers(by_hand)  # not inside of an attempt, which must not wait for other ranks
         with blocked_sync(self._trainer.strategy, block=by_hand is not None):
@@ -233,16 +230,16 @@ class MicroBatchClosure(Closure):
     def _combine(self, outputs: list[tuple[MicroBatch, ClosureResult]]) -> ClosureResult:
         if len(outputs) == 1:
             return outputs[0][1]
-        ran = [(part, result) for part, result in outputs if result.loss is not None]
+        ran = [(part, result, result.loss) for part, result in outputs if result.loss is not None]
         combined = ClosureResult(None)
         if not ran:
             return combined
-        losses = [result.loss for part, result in ran if result.loss is not None and part.factor]
-        combined.loss = torch.stack(losses or [result.loss for _, result in ran if result.loss is not None]).sum()
-        if any(result.extra for _, result in ran):
-            combined.extra = _combine_extras(
-                self._trainer.lightning_module, [result.asdict() for _, result in ran], [part for part, _ in ran]
-            )
+        losses = [loss for part, _, loss in ran if part.factor] or [loss for _, _, loss in ran]
+        combined.loss = torch.stack(losses).sum()
+        if any(result.extra for _, result, _ in ran):
+            module, parts = self._trainer.lightning_module, [part for part, _, _ in ran]
+            whole = _combine_outputs(module, [result.asdict() for _, result, _ in ran], parts, lists=True)
+            combined.extra = {key: value for key, value in whole.items() if key != "loss"}
         return combined
 
 
@@ -250,33 +247,29 @@ def _weighted(loss: Tensor, factor: float) -> Tensor:
     return loss if factor == 1 else loss * factor
 
 
-def _combine_outputs(module: pl.LightningModule, outputs: Sequence[Any], parts: Sequence[MicroBatch]) -> Any:
-    """Combine by the module's ``combine_outputs(outputs, sizes)``, else by the rule of the package."""
-    sizes = [part.size for part in parts]
+def _combine_outputs(
+    module: pl.LightningModule, outputs: Sequence[Any], parts: Sequence[MicroBatch], *, lists: bool = False
+) -> Any:
+    """Combine by the module's ``combine_outputs(outputs, sizes)``, else by the rule of the package.
+
+    ``lists``: entries of a dict that cannot be combined become a list.
+    """
+    sizes, shares = [part.size for part in parts], [part.share for part in parts]
     own = getattr(module, "combine_outputs", None)
     if callable(own):
         return own(list(outputs), sizes)
-    return combine_outputs(outputs, sizes, [part.share for part in parts], parts[0].batch_dim)
-
-
-def _combine_extras(
-    module: pl.LightningModule, outputs: Sequence[Mapping[str, Any]], parts: Sequence[MicroBatch]
-) -> dict[str, Any]:
-    """Combine what training steps returned in addition to their loss; what cannot be combined becomes a list."""
-    if callable(getattr(module, "combine_outputs", None)) or any(one.keys() != outputs[0].keys() for one in outputs):
-        whole = _combine_outputs(module, outputs, parts)
-        return {key: value for key, value in whole.items() if key != "loss"}
+    if not lists or any(one.keys() != outputs[0].keys() for one in outputs):
+        return combine_outputs(outputs, sizes, shares, parts[0].batch_dim)
     combined: dict[str, Any] = {}
     for key in outputs[0]:
-        values = [one[key] for one in outputs]
+        values = [{key: one[key]} for one in outputs]
         try:
-            combined[key] = _combine_outputs(module, [{key: value} for value in values], parts)[key]
+            combined |= combine_outputs(values, sizes, shares, parts[0].batch_dim)
         except OutputCombineError as error:
             _warnings.warn(
                 f"on_train_batch_end receives outputs[{key!r}] as a list, one entry per micro-batch: {error}"
             )
-            combined[key] = values
-    del combined["loss"]
+            combined[key] = [one[key] for one in outputs]
     return combined
 
 
@@ -485,14 +478,19 @@ class MicroBatching(FitTechnique):
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
 
         def make_closure(kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
-            return MicroBatchClosure(loop, kwargs, optimizer, batch_idx, self._get_runner(trainer, "training"))
+            runner = self._start(trainer)["training"]  # tuners train before on_fit_start
+            if not self._run.is_checked:  # in the first batch: hooks come late
+                _check_gradients(trainer, retries=runner.retries)
+                self._run.is_checked = True
+            by_hand = _reduced_by_hand(trainer, retries=runner.retries, weighs=runner.weighs)
+            return MicroBatchClosure(loop, kwargs, optimizer, batch_idx, runner, by_hand)
 
         self._run.patches.append(MethodPatch(loop, MAKE_CLOSURE, replace_by(make_closure)))
         if self.eval is not None:
             self._apply_to_evaluation(trainer)
 
     def _apply_to_evaluation(self, trainer: pl.Trainer) -> None:
-        self._run.patches += _patch_evaluation_steps(trainer, lambda: self._get_runner(trainer, "evaluation"))
+        self._run.patches += _patch_evaluation_steps(trainer, lambda: self._start(trainer)["evaluation"])
 
     @override
     def _undo(self) -> None:
@@ -503,19 +501,10 @@ class MicroBatching(FitTechnique):
         self._last_size = self.micro_batch_size
         self._run = _Run()
 
-    def _get_runner(self, trainer: pl.Trainer, name: str) -> MicroBatchRunner:
-        self._start(trainer)  # tuners train before on_fit_start
-        runner = self._run.runners[name]
-        if name == "training" and not self._run.is_checked:  # in the first batch: hooks come late
-            _check_gradients(trainer, retries=runner.retries)
-            runner.reduces_by_hand = _reduces_by_hand(trainer, retries=runner.retries, weighs=runner.weighs)
-            self._run.is_checked = True
-        return runner
-
-    def _start(self, trainer: pl.Trainer) -> None:
+    def _start(self, trainer: pl.Trainer) -> dict[str, MicroBatchRunner]:
         """Once the module is wrapped: whether ranks meet in its forward decides how they agree."""
         if self._run.runners or not self._run.patches:
-            return
+            return self._run.runners
         if "auto" in (self.size, self.eval) and is_sharded(trainer.lightning_module) and not can_recover():
             raise MisconfigurationException(
                 "MicroBatching('auto') needs PyTorch 2.13 or newer under FSDP2: older versions cannot recover from a "
@@ -543,6 +532,7 @@ class MicroBatching(FitTechnique):
             self._run.runners[name] = MicroBatchRunner(
                 trainer, cutter, sizes, weight, is_training=is_training, relief=self.relief
             )
+        return self._run.runners
 
 
 def _check_size(name: str, size: object) -> None:

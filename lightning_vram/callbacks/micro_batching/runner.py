@@ -78,8 +78,6 @@ class MicroBatchRunner:
         self._longest_seconds = 0.0
         self._has_warned = False
         self.size: int | None = None  # samples per micro-batch in the last batch; None if it could not be cut
-        self._has_shrunk = False  # in this batch
-        self.reduces_by_hand = False
 
     def run(
         self,
@@ -93,7 +91,7 @@ class MicroBatchRunner:
         facts = self._measure(batch)
         if self.retries:
             self._take(batch, list(find_parameters()), zeroes=zeroes)
-        agreed, self._has_shrunk = self._sizes.start(facts), False
+        agreed = self._sizes.start(facts)
         while True:
             started = time.monotonic()
             results = running_results(self._trainer)
@@ -163,12 +161,8 @@ class MicroBatchRunner:
         """Returns an out-of-memory error rather than raising it: its traceback would keep the graph alive."""
         try:
             return self._run_parts(self._cut(batch, facts, agreed), step, logging), None
-        except BaseException as error:
-            if not self.retries or not isinstance(error, Exception) or not is_out_of_memory(error):
-                if self._has_shrunk:
-                    error.add_note(
-                        f"MicroBatching ran {agreed.size} samples at once here, because more ran out of memory."
-                    )
+        except Exception as error:
+            if not self.retries or not is_out_of_memory(error):
                 raise
             if agreed.size > 1:  # of a single sample it is what the user gets to see
                 release_frames(error)
@@ -261,7 +255,6 @@ class MicroBatchRunner:
         return True
 
     def _shrink(self, facts: BatchFacts, agreed: Agreed, error: Exception | None) -> Agreed:
-        self._has_shrunk = True
         smaller = self._sizes.halve(facts, agreed, here=error is not None)
         rank_zero_info(f"MicroBatching: out of memory with {agreed.size} samples at once, now {smaller.size}.")
         return smaller

@@ -11,7 +11,6 @@ are means over updates, and metrics that average something per batch. A metric t
 not found.
 """
 
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,21 +20,19 @@ from typing import Any, Self
 import torch
 from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
 from lightning_vram.core.batches.micro_batches import weighted_mean
 from lightning_vram.core.batches.splitting import take_apart
-from lightning_vram.core.module_state import (
-    ALWAYS_COPIED_BYTES,
-    AttributeState,
-    BufferCopies,
-    BufferCopy,
-    iterate_members,
-)
 from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.core.random_state import global_sources
-from lightning_vram.core.tensors.properties import num_bytes_of
+from lightning_vram.core.rollback import ALWAYS_COPIED_BYTES, AttributeState, differs, iterate_members
+from lightning_vram.core.tensors.properties import is_strided, num_bytes_of
+from lightning_vram.memory.device.accelerators import has_streams
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
+from lightning_vram.memory.storages import NO_VERSION, storage_address, version_of
+from lightning_vram.private_names.dispatcher import copy_each
 from lightning_vram.private_names.fsdp2 import local_shard
 from lightning_vram.private_names.lightning import Metadata, ResultCollection, default_dtype
 from lightning_vram.private_names.metrics import show_value, shown_value
@@ -82,9 +79,9 @@ class StepState:
         self._parameters = parameters
         members = iterate_members(self._module)
         # Not isinstance: it takes as long as all the rest, Metric being an abstract class.
-        metrics = [AttributeState(one, max_items=sys.maxsize) for one in members if Metric in type(one).__mro__]
-        others = [AttributeState(one) for one in members if Metric not in type(one).__mro__]
-        self._attributes = [*others, *metrics]  # a metric empties lists of any length
+        self._attributes = [AttributeState(one) for one in members]
+        metrics = [one for one in self._attributes if Metric in type(one.module).__mro__]
+        others = [one for one in self._attributes if Metric not in type(one.module).__mro__]
         buffers = [one for member in members for one in own_buffers(member).values() if one is not None]
         small = [one for state in others for one in _plain(state) if num_bytes_of(one) <= ALWAYS_COPIED_BYTES]
         self._copies = self._buffers.take([*buffers, *small])
@@ -184,6 +181,110 @@ def _copy(value: Any) -> Any:
         if is_out_of_memory(error):
             raise
         return value
+
+
+_PLAIN_KINDS = (Tensor, nn.Parameter, nn.Buffer)
+
+
+class BufferCopy:
+    """One tensor, and its value at one time."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.is_plain = type(tensor) in _PLAIN_KINDS and is_strided(tensor)
+        self.is_small = self.is_plain and tensor.nbytes <= ALWAYS_COPIED_BYTES
+        self._is_counted: bool | None = None if self.is_plain else False  # whether the version tells of all writes
+        self.value = tensor.detach().clone() if self.is_small or not self.is_plain else tensor.detach().cpu().clone()
+        self._mark()
+
+    def is_replaced(self) -> bool:
+        """Whether the tensor has another shape, type or device than the copy was made for."""
+        tensor, (shape, dtype, device, _) = self.tensor, self._place
+        return tensor.dtype is not dtype or tensor.shape != shape or tensor.device != device
+
+    def is_changed(self) -> bool:
+        """Whether the tensor may have been written since the copy was made."""
+        return not self._is_counted or self._has_changed_visibly()
+
+    def refresh(self) -> None:
+        """Copy a tensor that is not small again, if it may have been written."""
+        if self._is_counted is None and not self._has_changed_visibly():
+            self._is_counted = not differs(self.tensor.detach().to(self.value.device), self.value)
+        if self.is_changed():
+            if self.is_plain and has_streams(self.tensor.device.type) and not self.value.is_pinned():
+                self.value = torch.empty_like(self.value, pin_memory=True)
+            self.value.copy_(self.tensor.detach(), non_blocking=self.value.is_pinned())
+            self._mark()
+
+    def restore(self) -> None:
+        """Write the value back, in place."""
+        if not self.is_changed():
+            return
+        is_inference = self.tensor.is_inference()
+        with torch.inference_mode(mode=is_inference), torch.no_grad():
+            if self.is_replaced():
+                self.tensor.data = self.value.to(self._place[2], copy=True)
+            else:
+                # The copy back is ordered before the next refresh: both run on the current stream.
+                self.tensor.copy_(self.value, non_blocking=self.value.is_pinned())
+        self._mark()
+
+    def _has_changed_visibly(self) -> bool:
+        return version_of(self.tensor) != self._version or _place(self.tensor) != self._place
+
+    def _mark(self) -> None:
+        self._version = version_of(self.tensor)
+        self._place = _place(self.tensor)
+        if self._version == NO_VERSION:
+            self._is_counted = False
+
+
+class BufferCopies:
+    """Copies of a model's tensors, held over many steps.
+
+    Autograd counts writes, so large constants (masks, rotary tables) are copied once. Up to 1 MiB is copied in every
+    step: kernels such as those of batch normalization write uncounted. A large tensor that is written uncounted is
+    found in the second step, and copied in every step from then on. Copies of large tensors are on the host, pinned.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, BufferCopy] = {}
+        self._small: list[BufferCopy] = []
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
+
+    def take(self, tensors: Iterable[Tensor]) -> list[BufferCopy]:
+        """Return up-to-date copies of tensors with memory, good until the next call; drop those of others."""
+        before, self._copies = self._copies, {}
+        small: list[BufferCopy] = []
+        with torch.inference_mode(mode=False), torch.no_grad():  # a copy made for an evaluation serves training as well
+            for place, tensor in {id(tensor): tensor for tensor in tensors}.items():
+                copy = before.get(place)
+                if copy is None or copy.is_replaced():
+                    if tensor.is_meta or is_lazy(tensor):
+                        continue
+                    copy = BufferCopy(tensor)
+                elif copy.is_small:
+                    small.append(copy)
+                else:
+                    copy.refresh()
+                self._copies[place] = copy
+            if small != self._small:
+                self._small, self._groups = small, _group(small)
+            for values, originals in self._groups:
+                copy_each(values, originals)
+        return list(self._copies.values())
+
+
+def _group(copies: list[BufferCopy]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    groups: dict[tuple[torch.dtype, torch.device], list[BufferCopy]] = defaultdict(list)
+    for copy in copies:
+        groups[copy.tensor.dtype, copy.tensor.device].append(copy)
+    return [([copy.value for copy in group], [copy.tensor for copy in group]) for group in groups.values()]
+
+
+def _place(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, tuple[int, int]]:
+    offset = int(tensor.storage_offset()) if is_strided(tensor) else 0
+    return tensor.shape, tensor.dtype, tensor.device, (storage_address(tensor), offset)
 
 
 class GradientState:

@@ -9,6 +9,7 @@ The layer changes its class instead of being wrapped, so that names, ``state_dic
 ``torch.compile`` and FSDP2 see the model they know.
 """
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_vram.core.hooks import is_transformed
 from lightning_vram.core.layers import (
@@ -49,13 +51,17 @@ from lightning_vram.techniques.activation_checkpointing.recomputed_call import (
     Observation,
     Recomputing,
     call_recomputed,
-    compiled_checkpoint,
     drop_empty_caches,
 )
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 
 _STATE = "_activation_checkpointing"
 _TRANSFORMERS_SWITCH = "gradient_checkpointing"  # what gradient_checkpointing_enable() sets
+
+# Past the saved-tensor hooks of others, as always. From torch 2.15 on it has to be said: else a warning tells that a
+# later version will hand them what is kept. Where nothing is kept it means nothing.
+_RESPECT = "respect_saved_tensors_hooks"
+_HOOKS: dict[str, Any] = {_RESPECT: False} if _RESPECT in inspect.signature(checkpoint).parameters else {}
 
 _Span = tuple[int, int]
 
@@ -203,7 +209,12 @@ def _run_compiled(
 def _run_part_compiled(part: _Part | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if part is None or part.recomputing is None:
         return forward(*args, **kwargs)
-    return compiled_checkpoint(part.recomputing.save, forward, *args, **kwargs)
+    run, save = partial(forward, **kwargs), part.recomputing.save  # past the checkpoint, which has keywords of its own
+    if save is None:
+        return checkpoint(run, *args, use_reentrant=False)
+    # all operators of the policy: ``every_n`` does not count there
+    contexts = partial(create_selective_checkpoint_contexts, list(save.resolved))
+    return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **_HOOKS)
 
 
 def _run_spans(body: nn.Sequential, state: _State, /, input: Any) -> Any:

@@ -7,8 +7,6 @@ diverges is an error. In compiled code the compiler's partitioner does all that,
 """
 
 import copy
-import functools
-import inspect
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -16,17 +14,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from typing_extensions import override
 
 from lightning_vram.core.hooks import OwnHooks, SavedOutput, exact_only, is_in_backward, save, stepping_aside
-from lightning_vram.core.module_state import differs
 from lightning_vram.core.recomputed_saves import (
     Placeholder,
     RecomputationError,
@@ -38,15 +34,19 @@ from lightning_vram.core.recomputed_saves import (
     is_due,
     take_sample,
 )
-from lightning_vram.core.rollback import SAVED_COPY_BYTES, ForwardFacts, ForwardState, writable_copy
+from lightning_vram.core.rollback import SAVED_COPY_BYTES, ForwardFacts, ForwardState, differs, writable_copy
 from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, PLAIN_TYPES, flatten_arguments, num_bytes_of
 from lightning_vram.memory.storages import iterate_storages, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.memory.tracking.tracker import module_scope
 from lightning_vram.private_names.dispatcher import TO_COPY, OpOverload, hide_from_dynamo, schema_of, without_dispatch
 from lightning_vram.private_names.torch import current_graph_task_id, may_stop_early, storage_key, tree_leaves, tree_map
-from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
-from lightning_vram.techniques.activation_checkpointing.selective import Recording, Replaying, SavedOutputs
+from lightning_vram.techniques.activation_checkpointing.save_policy import (
+    Recording,
+    Replaying,
+    SavedOutputs,
+    SavePolicy,
+)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -127,43 +127,35 @@ def _keep(leaf: Tensor, overwrites_inputs: bool | None) -> Any:  # noqa: FBT001
     return _Input(save(writable_copy(leaf) if overwrites_inputs else leaf))
 
 
-class _Input:
-    __slots__ = ("read",)
-
-    def __init__(self, read: Callable[[], Tensor]) -> None:
-        self.read = read
+class _Input(NamedTuple):
+    read: Callable[[], Tensor]
 
 
 class _FirstInput:
     """A tensor in a layer's first call, which may overwrite it: it and a copy are kept until that is known."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor: Tensor | None = tensor
+        self._tensor: Any = tensor
         self._version = version_of(tensor)
         self._copy: Tensor | None = writable_copy(tensor)  # what the layer found
         self._shape, self._requires_grad = tensor.shape, tensor.requires_grad
         self._saved: SavedOutput | None = None
 
     def is_overwritten(self) -> bool:
-        return version_of(self._now) != self._version or differs(self._now, self._copy)
+        return version_of(self._tensor) != self._version or differs(self._tensor, self._copy)
 
     def settle(self) -> None:
         """Call after the layer's forward: keeps what the second run needs, under the hooks that are set."""
-        needed = self._copy if self._copy is not None and self.is_overwritten() else self._now
+        needed = self._copy if self._copy is not None and self.is_overwritten() else self._tensor
         self._saved = SavedOutput(needed.detach())
         self._tensor = self._copy = None
 
     def read(self) -> Tensor:
         """Return what the layer found. Raises ``RuntimeError``, as autograd does, if it was overwritten since."""
-        tensor = self._saved.give() if self._saved is not None else self._now
+        tensor: Tensor | None = self._saved.give() if self._saved is not None else self._tensor
         if tensor is None:
             raise _overwritten(self._shape)
         return tensor.detach().requires_grad_(self._requires_grad)
-
-    @property
-    def _now(self) -> Tensor:
-        assert self._tensor is not None
-        return self._tensor
 
 
 def _overwritten(shape: torch.Size) -> RuntimeError:
@@ -391,12 +383,6 @@ def _inside(hooks: OwnHooks, *others: AbstractContextManager[Any] | None) -> Ite
         yield
 
 
-# Past the saved-tensor hooks of others, as always. From torch 2.15 on it has to be said: else a warning tells that a
-# later version will hand them what is kept. Where nothing is kept it means nothing.
-_RESPECT = "respect_saved_tensors_hooks"
-_HOOKS: dict[str, Any] = {_RESPECT: False} if _RESPECT in inspect.signature(checkpoint).parameters else {}
-
-
 @dataclass
 class Observation:
     """What is known about a layer from its earlier calls."""
@@ -446,15 +432,6 @@ def call_recomputed(
         kept.settle(observation, recomputing.name)
         observation.num_kept = runs.settle()
     return output
-
-
-def compiled_checkpoint(save: SavePolicy | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Let the compiler recompute ``forward``, but for all operators of ``save``: ``every_n`` does not count there."""
-    run = functools.partial(forward, **kwargs)  # past the checkpoint, which has keywords of its own
-    if save is None:
-        return checkpoint(run, *args, use_reentrant=False)
-    contexts = functools.partial(create_selective_checkpoint_contexts, list(save.resolved))
-    return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **_HOOKS)
 
 
 def drop_empty_caches(layer: nn.Module, arguments: Arguments) -> Arguments:

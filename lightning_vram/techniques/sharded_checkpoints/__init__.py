@@ -1,19 +1,16 @@
 """Full and sharded state dicts, verified, and written completely or not at all. May import: core, memory."""
 
-from lightning_vram.techniques.sharded_checkpoints.files import (
+from lightning_vram.techniques.sharded_checkpoints.folder import (
+    MODULE_STATES,
+    ShardedFolder,
     check_archive,
+    consolidate,
     explained,
+    prepare_path,
     read_values,
     recover,
     remove,
     write_file,
-)
-from lightning_vram.techniques.sharded_checkpoints.folder import (
-    MODULE_STATES,
-    ShardedFolder,
-    consolidate,
-    is_sharded_folder,
-    prepare_path,
     write_folder,
 )
 from lightning_vram.techniques.sharded_checkpoints.states import (
@@ -40,7 +37,6 @@ __all__ = [
     "first_names",
     "gather_module_state",
     "gather_optimizer_state",
-    "is_sharded_folder",
     "load_module_state",
     "load_optimizer_state",
     "match_parameters",

@@ -47,7 +47,7 @@ from lightning_vram.private_names.torch import (
     BatchNormBase,
     InstanceNormBase,
     has_hooks,
-    read_parametrizations,
+    is_parametrization_cached,
     tree_leaves,
 )
 from lightning_vram.techniques.token_tiling.tiled_call import Body, TiledCall, find_hidden, is_inside, tile_length
@@ -118,7 +118,7 @@ def _is_candidate(module: nn.Module) -> bool:
 def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     is_left_alone = is_inside() or is_transformed() or is_in_selective_checkpoint()
     # In parametrize.cached() tiles would share weights.
-    if torch.compiler.is_compiling() or is_left_alone or read_parametrizations() is not None:
+    if torch.compiler.is_compiling() or is_left_alone or is_parametrization_cached():
         return original(*args, **kwargs)
     hidden, is_alone, reason = find_hidden(args, kwargs), False, "does not get one floating-point tensor of tokens"
     if hidden is not None:

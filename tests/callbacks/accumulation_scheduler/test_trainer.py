@@ -6,7 +6,7 @@ import pickle
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from support.accumulation_models import Scalar
 from torch.utils.data import DataLoader
@@ -133,30 +133,6 @@ def test_batch_sizes_that_are_tried_need_not_divide_the_target(make_trainer, tmp
     assert model.batch_size == 4
     assert model.events[-16:] == "mmmS" * 4
     assert trainer.global_step == 4
-
-
-class Failing(Callback):
-    """So that nobody after it hears that the run is over."""
-
-    def teardown(self, trainer, pl_module, stage):
-        raise ValueError("teardown")
-
-    def on_exception(self, trainer, pl_module, exception):
-        raise ValueError("on_exception")
-
-
-@pytest.mark.filterwarnings("ignore:The `srun`")
-def test_a_run_that_could_not_be_put_away_ends_with_the_next_one(make_trainer):
-    trainer = make_trainer(callbacks=[Failing(), AccumulationScheduler({0: 4})], limit_val_batches=0, max_epochs=1)
-    with pytest.raises(ValueError, match="on_exception"):
-        trainer.fit(Scalar(range(1, 9)))
-    trainer.callbacks = []
-    trainer.fit_loop.max_epochs = 2
-    model = Scalar(range(1, 9))
-    trainer.fit(model)
-    assert type(trainer) is pl.Trainer
-    assert trainer.accumulate_grad_batches == 1
-    assert model.gradients == list(range(1, 9))
 
 
 def test_a_test_of_a_checkpoint_does_not_move_the_window(make_trainer, tmp_path):

@@ -358,3 +358,49 @@ class RecordingLogger(pl.loggers.logger.DummyLogger):
     @property
     def save_dir(self) -> None:
         return None
+
+
+PICTURES = [torch.rand(3, 4 + number, 5) for number in range(8)]
+TARGETS = [{"boxes": torch.rand(number % 4, 4), "labels": torch.zeros(number % 4)} for number in range(8)]
+WITHOUT_SPLIT: dict[str, tuple[Any, Callable[[Any], Sequence[Any]]]] = {
+    "pictures and targets of a detector": ((PICTURES, TARGETS), lambda batch: batch[1]),
+    "pairs of a picture and its target": (
+        list(zip(PICTURES, TARGETS, strict=True)),
+        lambda batch: [target for _, target in batch],
+    ),
+    "tokens with lists of texts": (
+        {"input_ids": torch.ones(8, 5), "text": list("abcdefgh"), "words": [["a", "b"]] * 8},
+        lambda batch: batch["text"] if len(batch["text"]) == len(batch["words"]) == len(batch["input_ids"]) else [],
+    ),
+}
+
+
+class LitSizes(pl.LightningModule):
+    """Notes the sizes that run, and runs out of memory with more than four samples."""
+
+    def __init__(self, read: Callable[[Any], Sequence[Any]]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.read = read
+        self.samples: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        samples = self.read(batch)
+        if len(samples) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.samples = [*self.samples, samples]
+        return self.weight * 2
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("size", [4, "auto"])
+@pytest.mark.parametrize("kind", WITHOUT_SPLIT)
+def test_batches_of_detectors_and_texts_are_cut_without_a_function(make_trainer, kind: str, size: Any) -> None:
+    batch, read = WITHOUT_SPLIT[kind]
+    model = LitSizes(read)
+    trainer = make_trainer(callbacks=[MicroBatching(size)], max_steps=1)
+    trainer.fit(model, DataLoader([batch], batch_size=None, collate_fn=lambda one: one))
+    assert [len(samples) for samples in model.samples] == [4, 4]
+    assert [str(one) for samples in model.samples for one in samples] == [str(one) for one in read(batch)]

@@ -227,10 +227,10 @@ def test_optimizers_in_the_backward_are_refused(fit) -> None:
         fit(model, MicroBatching())
 
 
-def test_an_error_of_smaller_parts_says_why_they_are_so_small(fit) -> None:
+def test_an_error_of_smaller_parts_says_which_part_it_is_from(fit) -> None:
     with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
         fit(LitRegression(heavy="forward", norm=True), MicroBatching(), limit=int(1.5 * MIB))
-    assert "ran 1 samples at once here, because more ran out of memory" in "\n".join(caught.value.__notes__)
+    assert "this error is from micro-batch 1 of 8" in "\n".join(caught.value.__notes__)
 
 
 def test_uneven_batches_are_cut_evenly_so_that_norms_see_several_samples(fit, make_trainer) -> None:

@@ -379,11 +379,11 @@ def test_large_containers_come_back(name):
 
 def test_a_huge_queue_stays_as_it_is():
     module = nn.Module()
-    module.queue = deque(range(10_001), maxlen=10_001)
+    module.queue = deque(range(100_001), maxlen=100_001)
     state = StepState(module, CPU).take()
     module.queue.append(3)
     state.restore()
-    assert len(module.queue) == 10_001
+    assert len(module.queue) == 100_001
     assert module.queue[-1] == 3
 
 

@@ -264,13 +264,6 @@ def test_buffers_are_broadcast_once_whatever_fails(tmp_path):
     on_ranks(tmp_path, broadcast)
 
 
-def test_buffers_are_left_to_a_version_that_hides_them(one_rank, monkeypatch):
-    ddp = DistributedDataParallel(Normed())
-    monkeypatch.delattr(DistributedDataParallel, "_sync_buffers")
-    sync_buffers(ddp)
-    assert ddp.will_sync_module_buffers()
-
-
 def test_a_static_graph_fails_under_no_sync(one_rank):
     """The reason why it is refused: when this passes, it need not be."""
     ddp = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)

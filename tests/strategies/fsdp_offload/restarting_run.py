@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
-from lightning_vram.techniques.sharded_checkpoints import files
 from lightning_vram.techniques.sharded_checkpoints import folder as sharded_folder
 
 NUM_STEPS = 6
@@ -52,7 +51,7 @@ class KillInStep(pl.Callback):
 
 def kill_in_save() -> None:
     """Rank 0 dies in the second save, when all is written and nothing is under its name."""
-    publish, calls = files.publish, []
+    publish, calls = sharded_folder.publish, []
 
     def killing_publish(temporary: Path, path: Path) -> None:
         calls.append(path)
@@ -60,7 +59,7 @@ def kill_in_save() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         publish(temporary, path)
 
-    sharded_folder.publish = files.publish = killing_publish
+    sharded_folder.publish = killing_publish
 
 
 def main(folder: Path, kind: str, dies_in: str) -> None:

@@ -21,7 +21,6 @@ from lightning_vram.core.ranks import CheckpointError
 from lightning_vram.strategies.fsdp_offload import checkpoints
 from lightning_vram.strategies.fsdp_offload.checkpoints import CheckpointStore
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
-from lightning_vram.techniques.sharded_checkpoints import files
 from lightning_vram.techniques.sharded_checkpoints import folder as sharded_folder
 from lightning_vram.techniques.sharded_checkpoints.states import (
     gather_module_state,
@@ -177,7 +176,7 @@ def save_beside_the_training(folder: Path, sharded: bool) -> None:
     dist.barrier()
     assert (first.exists(), second.exists()) == (False, True)
 
-    patch.setattr(sharded_folder if sharded else files, "publish", fail_as_a_full_disk)
+    patch.setattr(sharded_folder, "publish", fail_as_a_full_disk)
     store.save(dump(net, optimizer, sharded), first)
     store.remove(second)
     with pytest.raises(CheckpointError, match="No space left on device"):
@@ -237,10 +236,10 @@ def save_and_be_killed(folder: Path, sharded: bool, where: str) -> None:
     if where == "in the data":
         patch.setattr(os, "fsync", kill)
     elif where == "before publishing":
-        patch.setattr(sharded_folder if sharded else files, "publish", kill)
+        patch.setattr(sharded_folder, "publish", kill)
     else:
         rename = os.rename
-        patch.setattr(files, "_exchange", lambda *paths: False)
+        patch.setattr(sharded_folder, "_exchange", lambda *paths: False)
         patch.setattr(os, "rename", lambda *paths: (rename(*paths), kill() if paths[0] == path else None))
     store.save(dump(net, optimizer, sharded), path)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_vram.core.ranks import CheckpointError
 from lightning_vram.strategies.fsdp_offload.checkpoints import CheckpointStore
-from lightning_vram.techniques.sharded_checkpoints.files import CHECKSUM_FILE, check_archive
+from lightning_vram.techniques.sharded_checkpoints.folder import CHECKSUM_FILE, check_archive
 from lightning_vram.techniques.sharded_checkpoints.states import sharded_module_state
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_vram.techniques.sharded_checkpoints import files
-from lightning_vram.techniques.sharded_checkpoints.files import (
+from lightning_vram.techniques.sharded_checkpoints import folder
+from lightning_vram.techniques.sharded_checkpoints.folder import (
     delete_leftovers,
     publish,
     recover,
@@ -42,7 +42,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def forbid_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
 
 
 @MAKERS
@@ -118,11 +118,11 @@ def is_killed(work: Callable[[], None]) -> bool:
     [
         (os, "fsync", 1, True, "old"),  # while it is written to the disk
         (os, "fsync", 3, True, "old"),
-        (files, "_exchange", 1, True, "new"),
+        (folder, "_exchange", 1, True, "new"),
         (os, "rename", 1, False, "old"),  # between the two renames
         (os, "rename", 2, False, "new"),
-        (files, "delete", 1, False, "old"),
-        (files, "delete", 2, False, "new"),
+        (folder, "delete", 1, False, "old"),
+        (folder, "delete", 2, False, "new"),
     ],
 )
 def test_a_process_that_is_killed_leaves_the_old_or_the_new(

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_vram.core.ranks import CheckpointError
 from lightning_vram.private_names.checkpoints import read_metadata
-from lightning_vram.techniques.sharded_checkpoints.files import CHECKSUM_FILE
 from lightning_vram.techniques.sharded_checkpoints.folder import (
+    CHECKSUM_FILE,
     ShardedFolder,
     consolidate,
     write_folder,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_vram.techniques.sharded_checkpoints.files import naming_disk_errors
+from lightning_vram.techniques.sharded_checkpoints.folder import naming_disk_errors
 
 FULL = Path("/dev/full")
 
