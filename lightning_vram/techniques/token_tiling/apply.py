@@ -238,13 +238,14 @@ class _Runs:
     def __init__(self, module: nn.Module, body: Body, hidden: Tensor) -> None:
         self._module, self._body = module, body
         self._devices = {one.device for one in (hidden, *module.parameters())}
-        self.dim, num_tokens, replaced = hidden.dim() - 2, hidden.shape[-2], body.parameters_by_name
+        self.dim, num_tokens = hidden.dim() - 2, hidden.shape[-2]
+        replaced: dict[str, Tensor] = {**body.parameters_by_name}
         if have_values(hidden):
             chosen = torch.linspace(0, num_tokens - 1, min(num_tokens, _NUM_TOKENS) // 2 * 2, device=hidden.device)
             self.hidden = hidden.detach().index_select(self.dim, chosen.long())
             values = [one.detach() if one.any() else _randomized([one])[0].to(one) for one in replaced.values()]
         else:
-            replaced = {**replaced, **dict(body.named_buffers())}
+            replaced |= dict(body.named_buffers())
             few = hidden.narrow(self.dim, 0, min(num_tokens, _NUM_RANDOM_TOKENS) // 2 * 2)
             self.hidden, *values = _randomized([few, *replaced.values()])
         self._replaced = dict(zip(replaced, values, strict=True))  # parameters, and buffers in estimates

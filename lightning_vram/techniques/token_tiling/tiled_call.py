@@ -187,7 +187,7 @@ class _Tiled(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError("TokenTiling does not support gradients of gradients (create_graph=True). Leave it out.")
         tensors, call, needs = ctx.saved_tensors, ctx.call, ctx.needs_input_grad[1:]
