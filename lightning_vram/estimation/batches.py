@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from math import prod
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_vram.core.batches.splitting import BatchSplitError, BatchSplitter, take_apart
+from lightning_vram.core.random_state import is_generator, read_state, write_state
 from lightning_vram.memory.estimate.known_values import MOST_INTEGERS
 from lightning_vram.private_names.lightning import is_sequential_loader, training_source
 from lightning_vram.private_names.torch import tree_map
@@ -92,13 +94,8 @@ def first_samples(batch: Any, few: int) -> Any:
 
 
 def with_batch_size(batch: Any, old: int, new: int) -> Any:
-    """Return a batch of ``new`` samples in the place of ``old``, as shapes."""
-
-    def resize(tensor: Tensor) -> Tensor:
-        shape = (new, *tensor.shape[1:]) if tensor.shape[:1] == (old,) else tensor.shape
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
-
-    return map_tensors(batch, resize)
+    """Return a batch of ``new`` samples in the place of ``old``: shapes, and the values of integers, repeated."""
+    return _reshape(batch, lambda shape: (new, *shape[1:]) if shape and shape[0] == old else shape)
 
 
 def sequence_length_of(batch: Any) -> int | None:
@@ -109,16 +106,7 @@ def sequence_length_of(batch: Any) -> int | None:
 
 def with_sequence_length(batch: Any, old: int, new: int) -> Any:
     """Return a batch whose sequences are ``new`` long in the place of ``old``: shapes, and the largest of integers."""
-
-    def resize(tensor: Tensor) -> Tensor:
-        shape = (*tensor.shape[:1], *(new if length == old else length for length in tensor.shape[1:]))
-        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
-        has_integers = is_plain and tensor.numel() and not (tensor.is_floating_point() or tensor.is_complex())
-        if has_integers and prod(shape) <= MOST_INTEGERS:
-            return torch.full(shape, tensor.max().item(), dtype=tensor.dtype)  # which is no padding
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
-
-    return map_tensors(batch, resize)
+    return _reshape(batch, lambda shape: (*shape[:1], *(new if length == old else length for length in shape[1:])))
 
 
 def count_elements(batch: Any) -> int:
@@ -140,6 +128,21 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return batch if parts is None else parts.build([map_tensors(part, change) for part in parts.values])
 
 
+def _reshape(batch: Any, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:
+    return map_tensors(batch, lambda one: _like(one, change(tuple(one.shape))))
+
+
+def _like(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """More samples have the values of those that are there; longer ones the largest, which is no padding."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    has_integers = is_plain and tensor.numel() and not (tensor.is_floating_point() or tensor.is_complex())
+    if not has_integers or prod(shape) > MOST_INTEGERS:
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+    if shape[1:] == tensor.shape[1:]:
+        return tensor[torch.arange(shape[0]) % tensor.shape[0]]
+    return torch.full(shape, tensor.max().item(), dtype=tensor.dtype)
+
+
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
@@ -148,6 +151,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 _READ_BY_PLACE = (list, tuple, Tensor)
+_MOST_TRANSFORMS = 64
 
 
 def read_first_batches(trainer: pl.Trainer, module: pl.LightningModule, most: int) -> tuple[list[Any], int | None]:
@@ -217,11 +221,16 @@ def _first_of_loader(loader: DataLoader[Any], most: int) -> list[Any]:
         parts = samples if loader.batch_size is None else iter(lambda: list(islice(samples, loader.batch_size)), [])
         return [loader.collate_fn(part) for part in islice(parts, most)]
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    read: Callable[[Any], Any] = dataset.__getitem__
-    if loader.batch_sampler is not None:
-        read = getattr(dataset, "__getitems__", lambda places: [dataset[place] for place in places])
-    places = islice(copy.deepcopy(sampler, {id(dataset): dataset}), most)
-    return [loader.collate_fn(read(place)) for place in places]
+    states = [(generator, read_state(generator)) for generator in _generators_of(dataset)]
+    try:
+        read: Callable[[Any], Any] = dataset.__getitem__
+        if loader.batch_sampler is not None:
+            read = getattr(dataset, "__getitems__", lambda places: [dataset[place] for place in places])
+        places = islice(copy.deepcopy(sampler, {id(dataset): dataset}), most)
+        return [loader.collate_fn(read(place)) for place in places]
+    finally:
+        for generator, state in states:
+            write_state(generator, state)
 
 
 def _copy(iterable: Any) -> Any:
@@ -231,3 +240,13 @@ def _copy(iterable: Any) -> Any:
     except Exception as error:  # theirs can raise anything
         kind = type(iterable).__name__
         raise ValueError(f"reading {kind} would consume a batch of the run, and it cannot be copied") from error
+
+
+def _generators_of(part: Any, depth: int = 4) -> list[Any]:
+    """Generators that a dataset draws from by itself, or what it is made of: other datasets, transforms."""
+    if is_generator(part):
+        return [part]
+    if not depth or isinstance(part, type | ModuleType | Tensor):
+        return []
+    parts = part[:_MOST_TRANSFORMS] if isinstance(part, list | tuple) else getattr(part, "__dict__", {}).values()
+    return [found for one in list(parts) for found in _generators_of(one, depth - 1)]

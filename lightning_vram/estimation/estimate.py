@@ -367,7 +367,7 @@ class Estimator:
     @property
     def has_limits(self) -> bool:
         """Whether runs with other batches can follow; what a step reads of its tensors was recorded with this one."""
-        return self._is_traced and not self._run.reads.is_recorded
+        return self._is_traced and not self._run.reads.runs
 
     def _cut_until_it_fits(self) -> None:
         """Do what callbacks that cut batches when memory runs out would find out: here it never does."""

@@ -116,9 +116,12 @@ _ENDS = (
 )
 _NOT_RUN = (*_ENDS, "prepare_data")  # data are there, or made by the run itself
 RunCallbacks = Sequence[str | type[Callback]]
-_KEPT = (
-    *("strategy", "precision", "callbacks", "plugins", "accumulate_grad_batches", "gradient_clip_val"),
-    *("gradient_clip_algorithm", "deterministic", "benchmark", "inference_mode", "sync_batchnorm"),
+_SET_HERE = (
+    *("accelerator", "devices", "num_nodes", "max_epochs", "min_epochs", "max_steps", "min_steps", "max_time"),
+    *("logger", "log_every_n_steps", "profiler", "barebones", "fast_dev_run", "overfit_batches", "detect_anomaly"),
+    *("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps"),
+    *("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch"),
+    *("limit_test_batches", "limit_predict_batches", "reload_dataloaders_every_n_epochs", "default_root_dir"),
 )
 _NEED_CUDA = (FSDPStrategy, DeepSpeedStrategy)
 _NAMES_OF_SUCH = ("deepspeed", "fsdp_cpu_offload")
@@ -171,7 +174,7 @@ def make_trainer(
 ) -> pl.Trainer:
     """Make a Trainer that runs :data:`NUM_STEPS` optimizer steps and one batch of validation."""
     _check_names(arguments)
-    kept = {name: value for name, value in arguments.items() if name in _KEPT}
+    kept = {name: value for name, value in arguments.items() if name not in _SET_HERE}
     callbacks, plugins = kept.pop("callbacks"), kept.pop("plugins")
     strategy = kept.get("strategy")
     if strategy in _ON_ONE_DEVICE:

@@ -18,14 +18,13 @@ from lightning.pytorch.strategies import (
 )
 from torch.nn.parameter import is_lazy
 
-from lightning_vram.argument_checks import check_kind
 from lightning_vram.core.ranks import RankAgreement
 from lightning_vram.estimation.batches import count_elements, read_first_batches
 from lightning_vram.estimation.fake_trainer import RunCallbacks, isolated
 from lightning_vram.estimation.traced_fit import FitRun
 from lightning_vram.memory.device.accelerators import can_limit, free_memory_of, has_cache, read_allocator, total_bytes
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, describe_this_device
-from lightning_vram.memory.estimate.known_values import RecordedReads
+from lightning_vram.memory.estimate.recorded_reads import RecordedReads
 from lightning_vram.memory.host import available_host_bytes
 from lightning_vram.memory.units import parse_bytes, parse_limit
 from lightning_vram.private_names.lightning import ddp_arguments, mesh_sizes, notes_of_run, syncs_layers
@@ -37,11 +36,14 @@ def check_limit(name: str, limit: object) -> None:
     """Refuse what is no limit: ``"auto"``, bytes of 1 MiB or more, text with a unit, or a share above 0 up to 1."""
     if limit == AUTO:
         return
-    check_kind(name, limit, int | float | str, "'auto', bytes, text such as '20GiB', or a share")
-    if not isinstance(limit, float):
-        parse_limit(limit, name)  # type: ignore[arg-type]
-    elif not 0 < limit <= 1:
-        raise ValueError(f"{name} as a share of the device must be above 0 and at most 1, got {limit}.")
+    if isinstance(limit, float):
+        if not 0 < limit <= 1:
+            raise ValueError(f"{name} as a share of the device must be above 0 and at most 1, got {limit}.")
+    elif isinstance(limit, bool) or not isinstance(limit, int | str):
+        what = f"{limit!r} of type {type(limit).__name__}"
+        raise TypeError(f"{name} must be 'auto', bytes, text such as '20GiB', or a share, got {what}.")
+    else:
+        parse_limit(limit, name)
 
 
 def limit_bytes(name: str, limit: int | float | str, device: torch.device) -> int | None:

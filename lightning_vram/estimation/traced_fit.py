@@ -44,7 +44,8 @@ from lightning_vram.memory.estimate.cuda_kernels import Scratch
 from lightning_vram.memory.estimate.cuda_semantics import cuda_semantics
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.fake_device import FAKE_GPU, HOST, FakeTensors, fake_device, fake_ranks
-from lightning_vram.memory.estimate.known_values import KnownValues, RecordedReads, begin_reads, recorded
+from lightning_vram.memory.estimate.known_values import KnownValues
+from lightning_vram.memory.estimate.recorded_reads import RecordedReads, recorded
 from lightning_vram.memory.host import available_host_bytes
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
@@ -55,6 +56,7 @@ from lightning_vram.private_names.torch import forget_compiled_steps
 FIRST_STEP, STEP, VALIDATION = "first step", "train", "validation"
 _MOST_BATCHES = 256
 _USUAL_CAPABILITY = (8, 0)
+_VERBOSE = {"validate": "verbose", "test": "verbose", "predict": "return_predictions"}
 _FEW = 8  # samples
 _MOST_MADE_BYTES = 4 << 30  # by operators, in real steps of a whole batch: some 20 s
 _PER_WEIGHT_BYTE = 5  # the copy of a weight, its gradient, two moments, and what the step itself takes
@@ -91,6 +93,7 @@ class FitRun:
     num_ranks: int = 1  # processes, all of which do the same
     with_validation: bool = True  # after the steps
     with_times: bool = False  # whether to count what the operators take, of a fit
+    evaluation: str | None = None  # "validate", "test" or "predict": one batch of that, by itself; ``None``: a fit
     run_callbacks: RunCallbacks = ()  # the user's callbacks that are run, by classes or names
     # The first run of a Trainer and what came of it, for others of the same; ``None``: not shared.
     known: list[tuple["FitRun", list[Any], TracedFit]] | None = field(default=None, compare=False)
@@ -100,7 +103,7 @@ class FitRun:
 
 
 def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
-    """Run two optimizer steps and one batch of validation on fake tensors."""
+    """Run two optimizer steps and one batch of validation, or one batch of another evaluation, on fake tensors."""
     what = [module, batch, *chain(*parts_of(run.trainer_arguments, run.run_callbacks).values())]
     for known, known_what, traced in run.known or ():
         is_known = replace(known, trainer_arguments={}) == replace(run, trainer_arguments={})
@@ -115,35 +118,38 @@ def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
 def _fit_with_reads(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     """Trace; where unknown values are read, record those of a real run first."""
     fit = partial(_with_enough_batches, partial(_fake_fit, module, batch, run), run)
-    tensors = [*module.parameters(), *module.buffers()]
-    run.reads.may_guess = sum(one.nbytes for one in tensors) > _LIGHT_BYTES or any(one.is_meta for one in tensors)
+    tensors, reason = [*module.parameters(), *module.buffers()], None
     try:
-        return fit()
+        traced = fit()
+        is_light = sum(one.nbytes for one in tensors) <= _LIGHT_BYTES and not any(one.is_meta for one in tensors)
+        if run.evaluation in run.reads.runs or not run.reads.wanted or not is_light:
+            return traced
     except UNKNOWN_VALUES as error:
-        if run.reads.is_recorded:
+        if run.evaluation in run.reads.runs:
             raise
-        _record_reads(module, batch, run, error)
+        reason = error
+    line = f" ({run.reads.wanted})" if reason is None else user_line(reason)
+    _record_reads(module, batch, run, line, reason)
     return fit()
 
 
-def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, reason: Exception) -> None:
+def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, line: str, reason: Exception | None) -> None:
     """Record what a real step reads, in one process on the host: with a few samples, or with all if that is quick."""
-    line = user_line(reason)
     needed_bytes, there_bytes = _check_host(module, _READS.format(line), reason)
-    record = partial(_record, module, run=_alone(run))
+    alone = _alone(run)
     real = map_tensors(batch, _with_values)
     size, few = batch_size_of(real) or 1, first_samples(real, _FEW)
     try:
-        traced = record(few)
+        reads, traced = _record(module, few, alone)
     except Exception:  # the model may refuse so few: what it raises with all of them is its word
         few = real
-        traced = record(real)
+        reads, traced = _record(module, real, alone)
     ratio, peak_bytes = size / (batch_size_of(few) or 1), traced.timeline.peak_bytes
     made_bytes = sum(max(0, event.change_bytes) for event in traced.timeline.events)  # about what operators take
     if ratio > 1 and ratio * made_bytes <= _MOST_MADE_BYTES and needed_bytes + ratio * peak_bytes <= there_bytes:
         few = real
-        record(real)
-    run.reads.is_recorded = True
+        reads, _ = _record(module, real, alone)
+    run.reads.take(reads)
     samples = f"{batch_size_of(few)} samples" if batch_size_of(real) else "the whole batch"
     run.reads.note = f"The step reads values of tensors{line}. Those of a real step on the CPU with {samples} are used."
 
@@ -177,10 +183,10 @@ def _alone(run: FitRun) -> FitRun:
     return replace(run, card=None, num_ranks=1, with_times=False, trainer_arguments=arguments)
 
 
-def _record(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
-    run.reads.by_place.clear()
-    with recorded(run.reads):
-        return trace_real_fit(module, batch, run)
+def _record(module: pl.LightningModule, batch: Any, run: FitRun) -> tuple[RecordedReads, TracedFit]:
+    reads = RecordedReads({run.evaluation})
+    with recorded(reads):
+        return reads, trace_real_fit(module, batch, replace(run, reads=reads))
 
 
 def _with_values(tensor: Tensor) -> Tensor:
@@ -262,8 +268,7 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
         fakes = FakeTensors(mode, HOST)
         tensors = [*module.parameters(), *module.buffers()]
         copies = fakes.copy_of((module, parts_of(run.trainer_arguments, run.run_callbacks)), tensors)
-        known = values if run.has_values or run.reads.is_recorded else None
-        templates = map_tensors(batch, partial(_template, fakes, known))
+        templates = map_tensors(batch, partial(_template, fakes, values if run.has_values or run.reads.runs else None))
         make = partial(map_tensors, templates, partial(values.fresh_like, mode))
         del fakes  # it knows the storages that the module begins with: whoever puts others there frees those
         device = HOST if run.card is None else FAKE_GPU
@@ -307,15 +312,15 @@ def _fit(
         tracker = stack.enter_context(track_memory(module))
         trackers[:] = [tracker]
         clock = StepClock(run.card or _HOST_SPEC, device) if run.with_times else None
-        begin_reads()
-        marks = _Marks(tracker, clock)
+        run.reads.restart()
+        marks = _Marks(tracker, clock, run.reads)
         trainer = make_trainer(
             {**run.trainer_arguments, **parts},
             device,
             run.num_ranks,
             [marks, StayOnCard()],
             folder=stack.enter_context(TemporaryDirectory()),
-            with_validation=run.with_validation,
+            with_validation=run.with_validation or run.evaluation is not None,
         )
         connect = trainer.strategy.setup_environment  # past modes: values of meshes of ranks count
         trainer.strategy.setup_environment = without_modes()(connect)  # type: ignore[method-assign]
@@ -326,8 +331,11 @@ def _fit(
         for context in () if clock is None else (copies_noted(clock.note_copy), clock):
             stack.enter_context(context)
         batches, for_validation = (FreshBatches(make_batch, number) for number in (num_batches, 1))
-        trainer.fit(module, batches, for_validation if run.with_validation else None)
-    spans = marks.spans()
+        if run.evaluation is None:
+            trainer.fit(module, batches, for_validation if run.with_validation else None)
+        else:
+            getattr(trainer, run.evaluation)(module, for_validation, **{_VERBOSE[run.evaluation]: False})
+    spans = marks.spans() if run.evaluation is None else {VALIDATION: (0, len(tracker.ledger.events))}
     if spans is None:
         return None
     timeline = tracker.timeline.on(str(device))
@@ -345,8 +353,9 @@ def _fit(
 class _Marks(Callback):
     """Notes at which event each step has ended, and the validation."""
 
-    def __init__(self, tracker: MemoryTracker, clock: StepClock | None) -> None:
+    def __init__(self, tracker: MemoryTracker, clock: StepClock | None, reads: RecordedReads) -> None:
         self._tracker = tracker
+        self._reads = reads
         self._clock = clock
         self._ends: list[int] = []
         self._times: list[StepTime] = []
@@ -363,11 +372,9 @@ class _Marks(Callback):
         add_silent_logger(trainer)
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
         self._tracker.label_inputs(batch)
-        begin_reads("train", batch_idx)
+        self._reads.begin("train")
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
@@ -385,7 +392,10 @@ class _Marks(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._tracker.label_inputs(batch)
-        begin_reads("validation", batch_idx)
+        self._reads.begin("evaluation")
+
+    on_test_batch_start = on_validation_batch_start
+    on_predict_batch_start = on_validation_batch_start
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -125,7 +125,9 @@ EMBEDDING_BAG = torch.ops.aten._embedding_bag.default
 CTC_BACKWARDS = torch.ops.aten._ctc_loss_backward.default, torch.ops.aten._ctc_loss_backward.Tensor
 INDEX_PUT = torch.ops.aten._index_put_impl_.default
 MKLDNN_RNN = torch.ops.aten.mkldnn_rnn_layer.default
+PACK_SEQUENCES = torch.ops.aten._pack_padded_sequence.default
 GROUPED_MM = torch.ops.aten._grouped_mm.default
+RECURRENT_FUNCTIONS: Any = torch._VF
 
 neg_view: Callable[[Tensor], Tensor] = torch._neg_view  # a view with the opposite sign
 copy_each: Any = torch._foreach_copy_  # copy each tensor of the second list to that of the first

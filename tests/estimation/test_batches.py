@@ -39,13 +39,14 @@ def test_the_elements_of_a_batch_are_those_of_all_its_tensors():
     assert largest_shape(["text", None]) == []
 
 
-def test_a_batch_of_another_size_has_other_shapes():
-    larger = with_batch_size(TOKENS, 4, 9)
+def test_a_batch_of_another_size_has_other_shapes_and_repeats_its_integers():
+    larger = with_batch_size({**TOKENS, "ids": torch.arange(4 * 16).view(4, 16)}, 4, 9)
     assert {name: tuple(tensor.shape) for name, tensor in larger.items()} == {
         "ids": (9, 16),
         "mask": (9, 1, 16, 16),
         "weight": (),
     }
+    assert torch.equal(larger["ids"], torch.arange(4 * 16).view(4, 16)[[0, 1, 2, 3, 0, 1, 2, 3, 0]])
     assert larger["mask"].is_meta
     assert larger["ids"].dtype == torch.int64
     assert TOKENS["ids"].shape == (4, 16)

@@ -13,6 +13,7 @@ import scipy.stats
 import torch
 from torch import Tensor, distributions, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.optim import Optimizer
 
 WIDTH, LENGTH, SIZE, NUM_CLASSES, NUM_BLOCKS = 64, 32, 32, 8, 6
@@ -260,6 +261,17 @@ class Graphs(Program):
         num_graphs = int(graph.max().item()) + 1
         sums = x.new_zeros(num_graphs, WIDTH).scatter_add(0, graph.unsqueeze(-1).expand_as(x), x)
         return F.mse_loss(self.head(sums).squeeze(-1), target)
+
+
+class PackedSequences(Program):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def loss_of(self, x: Tensor, lengths: Tensor, label: Tensor, valid: Tensor, **_: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.blocks(x), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        outputs, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=LENGTH)
+        return F.cross_entropy(self.head(outputs)[valid], label[valid])
 
 
 class SpeechRecognition(Program):
@@ -527,6 +539,7 @@ PROGRAMS: dict[str, tuple[Callable[[], pl.LightningModule], Callable[..., Batch]
     "non-maximum suppression": (KeptBoxes, make_batch),
     "nonzero": (Nonzero, make_batch),
     "normal": (NormalLikelihood, make_batch),
+    "packed sequences": (PackedSequences, make_batch),
     "policy gradient": (PolicyGradient, make_batch),
     "rank weights by scipy": (RankWeights, make_batch),
     "ridge regression": (RidgeRegression, make_batch),

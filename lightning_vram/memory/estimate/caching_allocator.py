@@ -21,7 +21,6 @@ SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 MIN_LARGE = 10 * MIB  # from here on a segment of its own
 ROUND_LARGE = 2 * MIB
-_NOT_SIMULATED = {"large_segment_size_mb", "max_non_split_rounding_mb"}
 _PAIR = re.compile(r"([^,:\[\]]+):(\[[^\]]*\]|[^,:\[\]]+)")
 
 
@@ -31,7 +30,16 @@ class AllocatorSettings:
 
     expandable_segments: bool = False  # whether segments grow page by page instead of being made for one size
     max_split_bytes: int | None = None  # blocks of this size and above are not split. ``None`` splits all
+    max_non_split_rounding_bytes: int = LARGE_SEGMENT  # by how much a block that is not split may exceed a request
+    large_segment_bytes: int = LARGE_SEGMENT  # for requests from 1 to 10 MiB; page of large expandable segments
     roundup_power2_divisions: int = 0  # steps between two powers of 2 that sizes are rounded up to; 0: 512 bytes
+
+    def may_serve(self, block_bytes: int, num_bytes: int) -> bool:
+        """Whether a free block may serve a request: one that is not split must be kept for what needs it."""
+        limit = self.max_split_bytes
+        if limit is None or block_bytes < limit:
+            return True
+        return num_bytes >= limit and block_bytes < num_bytes + self.max_non_split_rounding_bytes
 
 
 def read_settings(environment: Mapping[str, str] = os.environ) -> AllocatorSettings:
@@ -54,19 +62,22 @@ def parse_settings(text: str) -> AllocatorSettings:
     given = dict(pairs)
     if given.get("backend", "native") != "native":
         raise ValueError(f"backend:{given['backend']} is another allocator than the simulated one, backend:native.")
-    for name in _NOT_SIMULATED & given.keys():
-        raise ValueError(f"{name} is not simulated. Unset it for the estimate.")
+    large_bytes = _read_mib(given, "large_segment_size_mb", MIN_LARGE // MIB + 1) or LARGE_SEGMENT
+    least = large_bytes // MIB
     return AllocatorSettings(  # other settings do not change what is reserved; PyTorch refuses unknown ones
         expandable_segments=given.get("expandable_segments") == "True",
-        max_split_bytes=_read_most_split(given.get("max_split_size_mb")),
+        max_split_bytes=_read_mib(given, "max_split_size_mb", least),
+        max_non_split_rounding_bytes=_read_mib(given, "max_non_split_rounding_mb", least) or large_bytes,
+        large_segment_bytes=large_bytes,
         roundup_power2_divisions=_read_divisions(given.get("roundup_power2_divisions", "0")),
     )
 
 
-def _read_most_split(value: str | None) -> int | None:
-    if value is not None and not (value.isdecimal() and int(value) * MIB >= LARGE_SEGMENT):
-        raise ValueError(f"max_split_size_mb must be a whole number of MiB from 20 on, got {value!r}.")
-    return None if value is None else int(value) * MIB
+def _read_mib(given: Mapping[str, str], name: str, least: int) -> int | None:
+    value = given.get(name, f"{least}")
+    if not value.isdecimal() or int(value) < least:
+        raise ValueError(f"{name} must be a whole number of MiB from {least} on, got {value!r}.")
+    return int(value) * MIB if name in given else None
 
 
 def _read_divisions(value: str) -> int:
@@ -201,9 +212,8 @@ class CachingAllocator:
         if can_grow and index + 1 < len(pool.free):
             index += 1
         block = pool.free[index][2]
-        limit = self.settings.max_split_bytes
-        if limit is not None and block.size >= limit and not limit <= size <= block.size < size + LARGE_SEGMENT:
-            return None  # a block that is not split is kept for what needs it
+        if not self.settings.may_serve(block.size, size):
+            return None
         del pool.free[index]
         block.is_free = False
         return block
@@ -213,7 +223,7 @@ class CachingAllocator:
         if size <= SMALL:
             num_bytes = SMALL_SEGMENT
         else:
-            num_bytes = LARGE_SEGMENT if size < MIN_LARGE else round_up(size, ROUND_LARGE)
+            num_bytes = self.settings.large_segment_bytes if size < MIN_LARGE else round_up(size, ROUND_LARGE)
         pool.last = Block(self._next_address, num_bytes, pool)
         self._next_address += num_bytes
         self.reserved_bytes += num_bytes
@@ -221,7 +231,7 @@ class CachingAllocator:
 
     def _grow(self, pool: Pool, size: int) -> Block:
         """Map pages behind the expandable segment of a pool until ``size`` bytes are free there."""
-        page_bytes, last = SMALL_SEGMENT if pool.is_small else LARGE_SEGMENT, pool.last
+        page_bytes, last = SMALL_SEGMENT if pool.is_small else self.settings.large_segment_bytes, pool.last
         if last is None or not last.is_free:
             address = self._next_address if last is None else last.address + last.size
             self._next_address += _ADDRESSES if last is None else 0

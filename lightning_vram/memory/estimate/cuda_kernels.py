@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.fake_device import FAKE_GPU_TYPE
-from lightning_vram.memory.estimate.known_values import is_mask
+from lightning_vram.memory.estimate.recorded_reads import is_mask
 from lightning_vram.private_names.dispatcher import (
     ASK_DEVICE,
     BEHIND_AUTOCAST,
@@ -211,7 +211,7 @@ _Way = Callable[[Any, dict[str, Any]], Any]
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _RECURRENT_NOTE = "nn.LSTM, nn.GRU, nn.RNN: memory that cuDNN saves for backward is a rough estimate."
 _VECTORS_PER_STEP = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
-_RECURRENT = tuple(f"aten::{name}.input" for name in _VECTORS_PER_STEP)
+_RECURRENT = tuple(f"aten::{name}.{form}" for name in _VECTORS_PER_STEP for form in ("input", "data"))
 # Made of others, some of which autocast casts. Without autograd a dispatch mode would see them whole, where it is late.
 _TAKEN_APART = ("aten::cross_entropy_loss", "aten::nll_loss_nd", "aten::instance_norm")
 # One kernel, which other devices make of several operators.
@@ -256,7 +256,12 @@ def _normalise(op: Any, given: dict[str, Any]) -> Tensor:
     x, weight = given["input"], given.get("weight")
     if is_channels_last(x) or (weight is not None and weight.dtype is not x.dtype):
         return run_composite_kernel(op, **given)  # type: ignore[no-any-return]
-    return _RMSNorm.apply(x, len(given["normalized_shape"]), weight)  # type: ignore[no-any-return, no-untyped-call]
+    return rms_norm(x, given["normalized_shape"], weight)
+
+
+def rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None) -> Tensor:
+    """Normalise as CUDA does, as far as memory goes."""
+    return _RMSNorm.apply(x, len(normalized_shape), weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -279,42 +284,51 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _run_recurrent(notes: dict[str, None], op: Any, given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """``hx`` is the state, or the state and the cell."""
+    """``hx`` is the state, or the state and the cell; ``data`` are packed sequences, in one dimension of steps."""
     notes[_RECURRENT_NOTE] = None
-    x: Tensor = given["input"]
+    x: Tensor = given["input"] if "input" in given else given["data"]
     states = tuple(given["hx"]) if isinstance(given["hx"], Sequence) else (given["hx"],)
     num_layers, num_hidden = given["num_layers"], states[-1].shape[-1]
     num_directions = states[0].shape[0] // num_layers
     vectors = num_directions * (_VECTORS_PER_STEP[op.overloadpacket.__name__] * num_layers + num_layers - 1)
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     saved_bytes = x.shape[:-1].numel() * vectors * num_hidden * dtype.itemsize if given["train"] else 0
-    layers = (dtype, saved_bytes, num_hidden * num_directions, len(states))
+    is_transposed = given.get("batch_first", False)
+    layers = (dtype, saved_bytes, num_hidden * num_directions, is_transposed, len(states))
     return _Recurrent.apply(layers, x, *states, *given["params"])  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Recurrent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layers: tuple[Any, ...], x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        dtype, saved_bytes, width, num_states = layers
+        dtype, saved_bytes, width, is_transposed, num_states = layers
         states, weights = [state.to(dtype) for state in rest[:num_states]], rest[num_states:]
         x = x.to(dtype)
         is_cast = weights[0].dtype is not dtype
         flat = x.new_empty(sum(weight.numel() for weight in weights)) if is_cast else None  # else they lie in one
+        _time_first(x, is_transposed=is_transposed)
         out = x.new_empty((*x.shape[:-1], width))
         ends = tuple(torch.empty_like(state) for state in states)
         reserve = x.new_empty(saved_bytes, dtype=torch.uint8)
-        ctx.weights = [(weight.shape, weight.dtype) for weight in weights]
+        ctx.is_transposed, ctx.weights = is_transposed, [(weight.shape, weight.dtype) for weight in weights]
         ctx.save_for_backward(x, *states, out, reserve, flat)
         return out, *ends
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *states, _, _, _ = ctx.saved_tensors
+        copies = [_time_first(tensor, is_transposed=ctx.is_transposed) for tensor in (x, gradients[0])]
         dx, *dstates = (torch.empty_like(tensor) for tensor in (x, *states))
+        copies.clear()
         sizes = [shape.numel() for shape, _ in ctx.weights]
         parts = x.new_zeros(sum(sizes)).split(sizes)
         dweights = (part.view(shape).to(dtype) for part, (shape, dtype) in zip(parts, ctx.weights, strict=True))
         return None, dx, *dstates, *dweights
+
+
+def _time_first(tensor: Tensor, *, is_transposed: bool) -> Tensor:
+    """Return a tensor as the kernel takes it."""
+    return tensor.transpose(0, 1).contiguous() if is_transposed else tensor.contiguous()
 
 
 OnScratch = Callable[[str, torch.device, tuple[int, ...]], None]  # gets an operator's name, and each block's bytes

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_vram.memory.estimate.cuda_kernels import CHANNELS_LAST, Capability, is_channels_last, kernels_of
 from lightning_vram.memory.estimate.fake_device import FAKE_GPU, FAKE_GPU_TYPE, device_functions
-from lightning_vram.memory.estimate.known_values import replaced
+from lightning_vram.memory.estimate.recorded_reads import replaced
 from lightning_vram.private_names.dispatcher import (
     AUTOCAST,
     BACKEND_NAMES,

@@ -2,14 +2,14 @@
 
 Its device type is ``"lazy"``: autograd runs its backward in the calling thread, so no driver is needed (fake ``"cuda"``
 tensors need one), and unlike ``"meta"`` it is no sign of a module that waits to be materialised. Queued work is done at
-once. Also here: fake ranks.
+once. Also here: fake ranks, and corrections where fake kernels on the host return other tensors than the real ones.
 """
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import chain, cycle
 from types import ModuleType
 from typing import Any, TypeVar
@@ -20,22 +20,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_vram.memory.estimate.known_values import (
-    ARRAY,
-    LIST,
-    MAKERS,
-    KnownValues,
-    RecordedReads,
-    one_hot,
-    replaced,
-)
+from lightning_vram.memory.estimate.known_values import KnownValues, pad_packed_sequence
+from lightning_vram.memory.estimate.recorded_reads import ARRAY, LIST, MAKERS, RecordedReads, one_hot, replaced
 from lightning_vram.memory.units import MIB
 from lightning_vram.private_names.dispatcher import (
     BACKEND,
+    MKLDNN_RNN,
+    RECURRENT_FUNCTIONS,
     FakeTensor,
     FakeTensorMode,
     QuickFakeMode,
     TorchDispatchMode,
+    UnwrappedMode,
     connect_fake_ranks,
     is_traceable_wrapper_subclass,
     mark_parameter,
@@ -226,9 +222,15 @@ class UntouchedWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
 
     @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = dict(kwargs or {})
-        name = func.name().partition(".")[0]
+        name = func.name().partition(".")[0]  # type: ignore[attr-defined]  # an operator
         if name in _WRITES and _is_large(args[0]):
             return args[0]
         if name == _CLONE and _is_large(args[0]):
@@ -242,6 +244,65 @@ class UntouchedWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_large(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() >= _MIN_BYTES
+
+
+aten = torch.ops.aten
+_STEPS = 16, 32  # of time, with which a workspace is measured
+
+
+class HostKernels(UnwrappedMode):  # type: ignore[no-untyped-call]
+    """Corrects the results of fake operators on the host while it is entered, inside of a fake mode."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        correct = _CORRECTIONS.get(func)
+        return correct(results, args) if correct is not None and args[0].is_cpu else results
+
+
+def _with_float32_statistics(results: Any, args: tuple[Any, ...]) -> Any:
+    source, *others = args
+    dtypes = {other.dtype for other in others if isinstance(other, Tensor)}
+    if source.dtype not in (torch.bfloat16, torch.float16) or torch.float32 not in dtypes:
+        return results
+    result, *statistics = results
+    return result, *(torch.empty_like(statistic, dtype=torch.float32) for statistic in statistics)
+
+
+def _with_gradient_like_input(results: Any, args: tuple[Any, ...]) -> Any:
+    gradient, *others = results
+    return gradient if gradient is None else gradient.to(args[1].dtype), *others
+
+
+def _with_workspace(results: Any, args: tuple[Any, ...]) -> Any:
+    if not args[-1]:  # in evaluation there is none
+        return results
+    length, *rest = args[0].shape
+    shapes = tuple(tuple(one.shape) for one in args[1:7])
+    more_args = tuple(tuple(one) if isinstance(one, list) else one for one in args[7:])
+    steps = [min(length, most) for most in _STEPS]
+    few, more = (_workspace_bytes((number, *rest), shapes, args[0].dtype, more_args) for number in steps)
+    return *results[:-1], results[-1].new_empty(more + (more - few) * (length - steps[1]) // (_STEPS[1] - _STEPS[0]))
+
+
+@cache
+def _workspace_bytes(shape: tuple[int, ...], others: tuple[tuple[int, ...], ...], dtype: torch.dtype, rest: Any) -> int:
+    with without_dispatch():
+        tensors = [torch.zeros(one, dtype=dtype) for one in (shape, *others)]
+        return int(MKLDNN_RNN(*tensors, *rest)[-1].nbytes)
+
+
+_CORRECTIONS: dict[Any, Callable[[Any, tuple[Any, ...]], Any]] = {
+    **dict.fromkeys(
+        [aten.native_batch_norm.default, aten.native_layer_norm.default, aten.native_group_norm.default],
+        _with_float32_statistics,
+    ),
+    aten.native_batch_norm_backward.default: lambda results, args: tuple(
+        result if is_wanted else None for result, is_wanted in zip(results, args[-1], strict=True)
+    ),
+    aten.native_group_norm_backward.default: _with_gradient_like_input,
+    MKLDNN_RNN: _with_workspace,
+}
 
 
 @contextmanager
@@ -299,6 +360,7 @@ def fake_device(
         stack.enter_context(foreach_takes_fakes())
         stack.enter_context(mode)
         stack.enter_context(values)
+        stack.enter_context(HostKernels())  # type: ignore[no-untyped-call]
         yield mode, values
 
 
@@ -339,6 +401,7 @@ def _replacements(
         (nn.Parameter, {"__new__": make_parameter(nn.Parameter.__new__)}),
         (Tensor, of_tensors),
         (functional, {"one_hot": one_hot}),
+        (RECURRENT_FUNCTIONS, {"_pad_packed_sequence": pad_packed_sequence}),
         (FakeTensor, {"tolist": read_all(LIST, Tensor.tolist)}),
     ]
 

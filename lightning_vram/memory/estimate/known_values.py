@@ -1,38 +1,37 @@
 """Values of fake tensors: fakes of operators that torch's own fake kernels refuse, and answers to reads.
 
-Results of known numbers are known. Other reads are answered from a recorded real run; without one a float is taken for
-1, since programs log it, and compared tensors for equal. An integer, a truth value or a size decides about shapes and
-branches: asking for it raises, and the caller has to record a real run.
-
-A read is ``.item()`` (``if loss > 3``, ``.tolist()``), ``.numpy()``, or an operator whose result's size depends on
-values (``nonzero``, ``x[mask]``, ``unique``). Reads are found again by the line that reads and their order there. How
-many there were is a context variable, which recomputation restores. Results for parts of the recorded batch are scaled.
+Results of known numbers are known. Other reads are answered from a recorded real run (:mod:`.recorded_reads`); without
+one a float is taken for 1, since programs log it, and compared tensors for equal. An integer, a truth value or a size
+decides about shapes and branches: asking for it raises, and the caller has to record a real run.
 """
 
 import math
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import cache, partial, reduce
-from math import prod
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
+from lightning_vram.memory.estimate.recorded_reads import (
+    ARRAY,
+    EQUAL,
+    INDEX,
+    MOST_NUMBERS,
+    Read,
+    RecordedReads,
+    is_mask,
+    is_number_for_lightning,
+)
 from lightning_vram.private_names.dispatcher import (
     CTC_BACKWARDS,
     EMBEDDING_BAG,
     GROUPED_MM,
-    MKLDNN_RNN,
+    PACK_SEQUENCES,
     READ_NUMBER,
     TO_COPY,
     UNKNOWN_VALUES,
@@ -46,212 +45,9 @@ from lightning_vram.private_names.dispatcher import (
     schema_of,
     without_dispatch,
 )
-from lightning_vram.private_names.torch import storage_identity, tensors_in, tree_leaves, tree_map
+from lightning_vram.private_names.torch import storage_identity, tensors_in, tree_map
 
 _aten = torch.ops.aten
-EQUAL, INDEX = _aten.equal.default, _aten.index.Tensor
-ARRAY, LIST = "numpy", "tolist"
-_MASKS = (torch.bool, torch.uint8)
-_BETWEEN = ("torch", "lightning_vram", "lightning_utilities", "contextlib")
-_BUILT_IN = ("aten", "prims", "c10d", "_c10d_functional", "profiler")
-MOST_NUMBERS = 4096  # of results whose values are saved
-_Shape = tuple[int, ...]
-_Batch = tuple[str, int]  # stage, and 0 for the first batch, 1 for others
-_Place = tuple[Any, Any, int, _Batch]  # what is asked for, by which code, at which of its lines, in which batch
-_BATCH: ContextVar[_Batch] = ContextVar("batch", default=("", 0))
-_NUMBERS: ContextVar[Mapping[_Place, int]] = ContextVar("numbers", default=MappingProxyType({}))  # read at each place
-
-
-@dataclass(frozen=True)
-class Read:
-    """One read."""
-
-    shapes: tuple[_Shape, ...]  # of the tensors that were read
-    answer: Any  # what was returned, with a Result for each tensor
-
-    def scaled(self, shape: _Shape, shapes: Sequence[_Shape]) -> _Shape:
-        """Return the shape of a result for tensors of other shapes than those that were read."""
-        if tuple(shapes) == self.shapes or not shape:
-            return shape
-        pairs = [(one, other) for one, other in zip(self.shapes, shapes, strict=False) if len(one) == len(other)]
-        old, new = (prod(next(iter(some), ())) for some in (self.shapes, shapes))
-        first = next((other[0] for one, other in pairs if one[:1] == shape[:1]), None)
-        if first is None:
-            first = round(shape[0] * new / max(1, old))
-        changed = {a: b for one, other in pairs for a, b in zip(one[1:], other[1:], strict=True) if a != b}
-        return first, *(changed.get(size, size) for size in shape[1:])
-
-
-@dataclass(frozen=True)
-class Result:
-    """A tensor that an operator returned."""
-
-    shape: _Shape
-    dtype: torch.dtype
-    value: Tensor | None = None  # of few integers
-
-
-@dataclass
-class RecordedReads:
-    """The reads of a run, in order at each place; in a batch that reads more of them they begin again."""
-
-    is_recorded: bool = False  # whether a whole run was
-    may_guess: bool = True  # whether numbers that were not recorded may be taken for 1
-    note: str = ""  # what a reader of the numbers should know
-    by_place: defaultdict[_Place, list[Read]] = field(default_factory=partial(defaultdict, list))
-
-    def record_read(self, what: Any, tensors: Sequence[Tensor], answer: Any) -> None:
-        """Note a read of a real run. What recomputation reads was noted in its forward."""
-        place, number = _next_place(what)
-        if number == len(self.by_place[place]):
-            self.by_place[place].append(Read(tuple(tuple(one.shape) for one in tensors), answer))
-
-    def find(self, what: Any) -> Read | None:
-        """Return the next read of this kind at the place that asks; ``None`` if none was recorded there."""
-        if not self.is_recorded:
-            return None
-        place, number = _next_place(what)
-        others = (reads for other, reads in self.by_place.items() if other[:3] == place[:3])
-        reads = self.by_place.get(place) or next(others, [])
-        return reads[number % len(reads)] if reads else None
-
-
-def begin_reads(stage: str = "", batch_idx: int = 0) -> None:
-    """Begin a run or a batch, whose reads are counted from 0."""
-    _BATCH.set((stage, min(batch_idx, 1)))
-    _NUMBERS.set({})
-
-
-def _next_place(what: Any) -> tuple[_Place, int]:
-    frame, numbers = _reader(), _NUMBERS.get()
-    place = what, frame.f_code, frame.f_lineno, _BATCH.get()
-    number = numbers.get(place, 0)
-    _NUMBERS.set({**numbers, place: number + 1})
-    return place, number
-
-
-class ReadRecorder(UnwrappedMode):
-    """Records what is read while it is entered."""
-
-    def __init__(self, reads: RecordedReads) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._reads = reads
-        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # that were drawn from, with states before
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        generator = kwargs.get("generator")
-        if generator is not None and id(generator) not in self.generators:
-            self.generators[id(generator)] = generator, generator.get_state()
-        result = func(*args, **kwargs)
-        tensors = list(tensors_in((args, kwargs)))
-        if func is INDEX:
-            for mask in filter(is_mask, args[1]):
-                self._reads.record_read(func, [mask], Result((int(mask.count_nonzero()),), torch.int64))
-        elif _reads_values(func) and not (tensors[0].is_floating_point() and is_read_by_lightning()):
-            self._reads.record_read(func, tensors, tree_map(_describe, result))
-        return result
-
-
-@contextmanager
-def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Patch attributes of a module or class inside the block; missing ones are added."""
-    with ExitStack() as stack:
-        for name, value in values.items():
-            before = vars(owner).get(name)
-            stack.callback(delattr, owner, name) if before is None else stack.callback(setattr, owner, name, before)
-            setattr(owner, name, value)
-        yield
-
-
-@contextmanager
-def recorded(reads: RecordedReads) -> Iterator[None]:
-    """Record what is read of real tensors inside the block."""
-    originals: dict[str, Any] = {ARRAY: Tensor.numpy, LIST: Tensor.tolist}
-
-    def recording(what: str) -> Any:
-        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            found = originals[what](tensor, *args, **kwargs)
-            reads.record_read(what, [tensor], np.array(found))
-            return found
-
-        return read
-
-    methods = {what: recording(what) for what in originals}
-    recorder = ReadRecorder(reads)
-    try:
-        with replaced(functional, {"one_hot": one_hot}), replaced(torch, MAKERS), replaced(Tensor, methods), recorder:
-            yield
-    finally:
-        for generator, state in recorder.generators.values():  # of the user's code, which the run has yet to draw from
-            generator.set_state(state)
-
-
-def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    """Stand in for ``torch.nn.functional.one_hot``, with the same reads and operators for fake and real tensors."""
-    number = int(tensor.max()) + 1 if num_classes == -1 else num_classes
-    zeros = torch.zeros(*tensor.shape, number, dtype=torch.int64, device=tensor.device)
-    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
-
-
-def _reading(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let ``torch.tensor([a, b])`` read its tensors as ``.item()`` does: torch reads them where nothing can follow."""
-
-    def make(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        leaves = tree_leaves(data) if isinstance(data, list | tuple) else []
-        if any(map(_is_number, leaves)):
-            if not args and kwargs.get("dtype") is None:
-                kwargs["dtype"] = reduce(torch.promote_types, (torch.result_type(one, one) for one in leaves))
-            data = tree_map(lambda one: one.item() if _is_number(one) else one, data)
-        return original(data, *args, **kwargs)
-
-    return make
-
-
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() == 0
-
-
-MAKERS = {"tensor": _reading(torch.tensor), "as_tensor": _reading(torch.as_tensor)}
-
-
-def is_read_by_lightning() -> bool:
-    """Whether it is Lightning that reads, a float for the progress bar or a logger: nothing depends on that."""
-    return str(_reader().f_globals.get("__name__", "")).startswith("lightning.")
-
-
-def is_mask(index: Tensor | None) -> bool:
-    """Whether an index has a truth value for each element."""
-    return index is not None and index.dtype in _MASKS
-
-
-def _reads_values(func: Any) -> bool:
-    if not isinstance(func, OpOverload):
-        return False
-    tags = func.tags
-    is_dynamic = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-    return is_dynamic or func.namespace not in _BUILT_IN
-
-
-def _describe(tensor: Any) -> Any:
-    if not isinstance(tensor, Tensor):
-        return tensor
-    is_small = not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= MOST_NUMBERS
-    return Result(tuple(tensor.shape), tensor.dtype, value=tensor.detach().clone() if is_small else None)
-
-
-def _reader() -> Any:
-    """Return the frame of the code that reads: the innermost that is an optimizer's, or neither torch's nor ours."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.partition(".")[0] not in _BETWEEN or name.startswith("torch.optim."):
-            break
-        frame = frame.f_back
-    return frame
-
-
 _BINCOUNT = _aten.bincount.default
 _ALIGNMENT_BYTES = 16  # of each row, on a card
 
@@ -260,11 +56,29 @@ def call_fake(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Call an operator on fake tensors; of a sparse result, values say how many rows it has: that is refused."""
     kernel = _KERNELS.get(func)
     result = func(*args, **kwargs) if kernel is None else kernel(*args, **kwargs)
-    if func in _ON_THE_HOST and args[0].is_cpu:  # torch's own fake kernels return other tensors than the real ones
-        result = _ON_THE_HOST[func](result, args)
     if isinstance(result, FakeTensor) and result.layout is not torch.strided:
         raise DynamicOutputShapeException(func)
     return result
+
+
+def pad_packed_sequence(
+    data: Tensor,
+    batch_sizes: Tensor,
+    batch_first: bool,  # noqa: FBT001 - as torch has it
+    padding_value: float,
+    total_length: int,
+) -> tuple[Tensor, Tensor]:
+    """Pad packed sequences with the operators that C++ calls: it writes lengths, and fakes have no memory."""
+    sizes = [int(size) for size in batch_sizes]
+    length, offset, start = max(total_length, len(sizes)), 0, 0
+    padded = data.new_full((length, sizes[0], *data.shape[1:]), padding_value)
+    for size, steps in groupby(sizes):
+        num_steps = sum(1 for _ in steps)
+        part = data[offset : offset + num_steps * size].view(num_steps, size, *data.shape[1:])
+        padded[start : start + num_steps, :size].copy_(part)
+        offset, start = offset + num_steps * size, start + num_steps
+    lengths = torch.tensor([sum(size > place for size in sizes) for place in range(sizes[0])])
+    return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
 def _grouped_mm(
@@ -294,52 +108,6 @@ _KERNELS: dict[OpOverload, Callable[..., Tensor]] = {
     **{GROUPED_MM: _grouped_mm, _BINCOUNT: _bincount},
     **dict.fromkeys(CTC_BACKWARDS, lambda grad, log_probabilities, *_: torch.empty_like(log_probabilities)),
 }
-_STEPS = 16, 32  # of time, with which a workspace is measured
-
-
-def _with_float32_statistics(results: Any, args: tuple[Any, ...]) -> Any:
-    source, *others = args
-    dtypes = {other.dtype for other in others if isinstance(other, Tensor)}
-    if source.dtype not in (torch.bfloat16, torch.float16) or torch.float32 not in dtypes:
-        return results
-    result, *statistics = results
-    return result, *(torch.empty_like(statistic, dtype=torch.float32) for statistic in statistics)
-
-
-def _with_gradient_like_input(results: Any, args: tuple[Any, ...]) -> Any:
-    gradient, *others = results
-    return gradient if gradient is None else gradient.to(args[1].dtype), *others
-
-
-def _with_workspace(results: Any, args: tuple[Any, ...]) -> Any:
-    if not args[-1]:  # in evaluation there is none
-        return results
-    length, *rest = args[0].shape
-    shapes = tuple(tuple(one.shape) for one in args[1:7])
-    more_args = tuple(tuple(one) if isinstance(one, list) else one for one in args[7:])
-    steps = [min(length, most) for most in _STEPS]
-    few, more = (_workspace_bytes((number, *rest), shapes, args[0].dtype, more_args) for number in steps)
-    return *results[:-1], results[-1].new_empty(more + (more - few) * (length - steps[1]) // (_STEPS[1] - _STEPS[0]))
-
-
-@cache
-def _workspace_bytes(shape: tuple[int, ...], others: tuple[tuple[int, ...], ...], dtype: torch.dtype, rest: Any) -> int:
-    with without_dispatch():
-        tensors = [torch.zeros(one, dtype=dtype) for one in (shape, *others)]
-        return int(MKLDNN_RNN(*tensors, *rest)[-1].nbytes)
-
-
-_ON_THE_HOST: dict[Any, Callable[[Any, tuple[Any, ...]], Any]] = {
-    **dict.fromkeys(
-        [_aten.native_batch_norm.default, _aten.native_layer_norm.default, _aten.native_group_norm.default],
-        _with_float32_statistics,
-    ),
-    _aten.native_batch_norm_backward.default: lambda results, args: tuple(
-        result if is_wanted else None for result, is_wanted in zip(results, args[-1], strict=True)
-    ),
-    _aten.native_group_norm_backward.default: _with_gradient_like_input,
-    MKLDNN_RNN: _with_workspace,
-}
 _TRUTHS = {
     **{_aten.isnan.default: False, _aten.isinf.default: False, _aten.isfinite.default: True},
     **{_aten.ones.default: True, _aten.zeros.default: False},
@@ -366,8 +134,6 @@ _PICKS_ROWS = (_aten.embedding.default, EMBEDDING_BAG, INDEX)
 _PICKS_ALONG_DIM = (_aten.index_select.default, _aten.gather.default)
 _UNKNOWN_MAKERS = ("empty", "rand", "bernoulli", "multinomial", "normal", "new_empty")
 _UNKNOWN = 1.0
-_READS = (READ_NUMBER, EQUAL)
-_NOTE = "The step reads numbers or compares tensors. Numbers were taken to be 1, and the tensors equal."
 
 
 class KnownValues(UnwrappedMode):
@@ -389,14 +155,15 @@ class KnownValues(UnwrappedMode):
         tensors = list(tensors_in((args, kwargs)))
         is_known = all(map(self._knows, tensors)) and not _makes_unknown(func)
         is_of_data = is_known and any(tensor in self._of_data for tensor in tensors)
-        recall = partial(self._recall, func, args, kwargs, is_known=is_known and not is_of_data)
-        if func in _READS:
-            return recall(DataDependentOutputException(func))
+        if func is EQUAL:
+            return self._are_equal(tensors)
+        if func is READ_NUMBER:
+            return self._answer(func, args, tensors[0], is_known=is_known and not is_of_data)
         self._check_rows(func, args)
         try:
             result = call_fake(func, (args[0], self._without_masks(args[1])) if func is INDEX else args, kwargs)
-        except UNKNOWN_VALUES as error:
-            return recall(error)
+        except UNKNOWN_VALUES:
+            return self._recall(func, args, kwargs, tensors, is_known=is_known and not is_of_data)
         self._note_truths(func, args, tensors, result)
         results = [one for one in (result if isinstance(result, list | tuple) else [result]) if one is not None]
         if is_known and all(isinstance(one, FakeTensor) and _is_short(one) for one in results):
@@ -408,32 +175,39 @@ class KnownValues(UnwrappedMode):
         return result
 
     def _recall(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception, *, is_known: bool
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], *, is_known: bool
     ) -> Any:
-        """Return what an operator returns that depends on values: as computed, as recorded, or else a guess."""
-        tensors, read = list(tensors_in((args, kwargs))), self._reads.find(func)  # reads of known values count, too
-        device, truth = tensors[0].device, self._truths.get(tensors[0])
+        """Return what an operator returns whose result has a size that depends on values: called where it raised."""
+        device = tensors[0].device
+        if func is PACK_SEQUENCES and self._knows(args[1]) and args[1] not in self._of_data:
+            return self._packed(*args)
         if is_known:
-            made = self._on_host(func, args, kwargs)
-            return tree_map(lambda one: self._fake(one, device) if isinstance(one, Tensor) else one, made)
-        if func is READ_NUMBER and truth is not None:
-            return bool(truth)
-        if read is not None:
-            remake = partial(self._remake, read, [tuple(tensor.shape) for tensor in tensors], device)
-            return tree_map(remake, read.answer)
-        if func is EQUAL:
-            return bool(self._guess())
-        if func is not READ_NUMBER or not tensors[0].is_floating_point():
-            raise error
-        return _UNKNOWN if is_read_by_lightning() else self._guess()
+            values = self._on_host(func, args, kwargs)
+            values = [values] if isinstance(values, Tensor) else values
+            return _as_returned(func, [self._fake(one, device) for one in values])
+        read = self._reads.find(func)
+        if read is None:
+            raise
+        if not isinstance(read.answer, tuple):
+            return read.answer
+        return _as_returned(func, self._results(read, tensors, device))
 
-    def _remake(self, read: Read, shapes: list[tuple[int, ...]], device: torch.device, answer: Any) -> Any:
-        if not isinstance(answer, Result):
-            return answer
-        shape = read.scaled(answer.shape, shapes)
-        if answer.value is not None and shape == answer.shape:
-            return self._fake(answer.value, device)
-        return torch.empty(shape, dtype=answer.dtype, device=device)
+    def _results(self, read: Read, tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+        made = []
+        for one in read.answer:
+            shape = read.scaled(one.shape, [tuple(tensor.shape) for tensor in tensors])
+            if one.value is not None and shape == one.shape:
+                made.append(one.value if read.place[0] is PACK_SEQUENCES else self._fake(one.value, device))
+            else:
+                made.append(torch.empty(shape, dtype=one.dtype, device=device))
+        return made
+
+    def _packed(self, sequences: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        """Return packed sequences of known lengths. How many there are at each step is a real tensor: C++ reads it."""
+        with without_dispatch():
+            zeros = torch.zeros(sequences.shape, dtype=sequences.dtype)
+        data, num_sequences = self._on_host(PACK_SEQUENCES, (zeros, *rest), {})
+        return torch.empty(data.shape, dtype=data.dtype, device=sequences.device), num_sequences
 
     def _fake(self, value: Tensor, device: torch.device) -> Tensor:
         """Return a fake that has a value, if that is short enough to be kept."""
@@ -449,14 +223,15 @@ class KnownValues(UnwrappedMode):
             if index is None or not is_mask(index):
                 made.append(index)
                 continue
-            value, read = None if index in self._of_data else self._values.get(index), self._reads.find(INDEX)
+            value = None if index in self._of_data else self._values.get(index)
             if value is not None:
                 with without_dispatch():
                     num_selected = int(value.count_nonzero())
-            elif read is None:
-                raise DynamicOutputShapeException(INDEX)
             else:
-                (num_selected,) = read.scaled(read.answer.shape, [tuple(index.shape)])
+                read = self._reads.find(INDEX)
+                if read is None:
+                    raise DynamicOutputShapeException(INDEX)
+                (num_selected,) = read.scaled(read.answer[0].shape, [tuple(index.shape)])
             made += [torch.empty(num_selected, dtype=torch.int64, device=index.device)] * index.dim()
         return made
 
@@ -464,10 +239,11 @@ class KnownValues(UnwrappedMode):
         """Return all numbers of a tensor, as ``.numpy()`` and ``.tolist()`` do."""
         if not isinstance(tensor, FakeTensor):
             return original(tensor)
-        value, read = self._values.get(tensor), self._reads.find(what)
+        value = self._values.get(tensor)
         if value is not None and tensor not in self._of_data:
             with without_dispatch():
                 return original(value.clone())
+        read = self._reads.find(what)
         if read is None and not tensor.is_floating_point():
             raise DataDependentOutputException(READ_NUMBER)
         with without_dispatch():
@@ -507,11 +283,34 @@ class KnownValues(UnwrappedMode):
                 if storage_identity(value) in written:
                     self._values.pop(tensor, None)
 
+    def _answer(self, func: Any, args: tuple[Any, ...], tensor: Tensor, *, is_known: bool) -> Any:
+        if is_known:
+            return self._on_host(func, args, {})
+        truth = self._truths.get(tensor)
+        if truth is not None:
+            return bool(truth)
+        if is_number_for_lightning(func, [tensor]):
+            return _UNKNOWN
+        read = self._reads.find(func)
+        if read is not None:
+            return read.answer
+        return self._guess() if tensor.is_floating_point() else func(*args)  # which raises
+
     def _guess(self) -> float:
-        if not self._reads.may_guess:
-            raise DataDependentOutputException(READ_NUMBER)
-        self.guesses[_NOTE] = None
+        self._reads.want()
+        self.guesses["The step reads numbers that depend on the data. Each was taken to be 1."] = None
         return _UNKNOWN
+
+    def _are_equal(self, tensors: list[Tensor]) -> bool:
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            read = self._reads.find(EQUAL)
+            if read is not None:
+                return bool(read.answer)
+            self._reads.want()
+            self.guesses["The step compares tensors by value. They were taken to be equal."] = None
+            return True
+        with without_dispatch():  # such as states of random generators
+            return torch.equal(*tensors)
 
     def _check_rows(self, func: Any, args: tuple[Any, ...]) -> None:
         """Refuse indices out of range as the real operator does: fake ones do not look at them."""
@@ -533,7 +332,7 @@ class KnownValues(UnwrappedMode):
         """Let a fake of data have a value, so that bad indices are noticed, and for all reads if some were recorded."""
         if _is_short(value):
             self._values[tensor] = value
-            self._of_data.update([] if self._reads.is_recorded else [(tensor, True)])
+            self._of_data.update([] if self._reads.runs else [(tensor, True)])
 
     def is_unknown(self, tensor: Any) -> bool:
         """Whether ``tensor`` is a fake whose values cannot be read."""
@@ -577,6 +376,10 @@ class KnownValues(UnwrappedMode):
         if isinstance(leaf, FakeTensor):
             return self._values[leaf]
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _as_returned(func: OpOverload, results: list[Tensor]) -> Any:
+    return results[0] if len(schema_of(func).returns) == 1 else tuple(results)
 
 
 def _is_short(tensor: Tensor) -> bool:

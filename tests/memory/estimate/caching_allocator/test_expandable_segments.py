@@ -42,3 +42,9 @@ def test_a_block_that_can_grow_is_the_last_to_be_taken():
     allocator.free(tail)  # 28 MiB free behind it, with what was left of its page: smaller than the hole
     assert allocator.reserved_bytes == 60 * MIB
     assert allocator.malloc(20 * MIB).address == hole.address
+
+
+def test_the_page_of_large_segments_can_be_set():
+    allocator = make(large_segment_bytes=64 * MIB)
+    allocator.malloc(2 * MIB)
+    assert allocator.reserved_bytes == 64 * MIB

@@ -16,6 +16,7 @@ SETTINGS = {
     "no splits": "max_split_size_mb:32",
     "steps": "roundup_power2_divisions:4",
     "expandable": "expandable_segments:True",
+    "expandable, large pages": "expandable_segments:True,large_segment_size_mb:48",
     "expandable, no splits": "expandable_segments:True,max_split_size_mb:32",
 }
 

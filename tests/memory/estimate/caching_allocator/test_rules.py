@@ -115,6 +115,18 @@ def test_blocks_above_max_split_size_are_not_split():
     assert too_much.reserved_bytes == 220 * MIB
 
 
+def test_the_rounding_of_blocks_that_are_not_split_can_be_set():
+    allocator = make("max_split_size_mb:100,max_non_split_rounding_mb:50")
+    allocator.free(allocator.malloc(148 * MIB))
+    assert allocator.malloc(100 * MIB).size == 148 * MIB
+
+
+def test_the_large_segment_can_be_set():
+    allocator = make("large_segment_size_mb:64")
+    allocator.malloc(2 * MIB)
+    assert allocator.reserved_bytes == 64 * MIB
+
+
 @pytest.mark.parametrize(
     ("asked", "steps", "given"),
     [

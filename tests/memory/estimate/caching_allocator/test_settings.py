@@ -14,10 +14,12 @@ def test_defaults_are_pytorchs():
 
 
 def test_all_settings_at_once_with_blanks_and_a_comma_at_the_end():
-    text = "expandable_segments:True, max_split_size_mb : 128,roundup_power2_divisions:4,"
+    text = "expandable_segments:True, max_split_size_mb : 128,large_segment_size_mb:32,roundup_power2_divisions:4,"
     assert parse_settings(text) == AllocatorSettings(
         expandable_segments=True,
         max_split_bytes=128 * MIB,
+        large_segment_bytes=32 * MIB,
+        max_non_split_rounding_bytes=32 * MIB,
         roundup_power2_divisions=4,
     )
 
@@ -31,7 +33,7 @@ def test_what_has_no_effect_is_left_out():
     ("text", "message"),
     [
         ("max_split_size_mb:19", "max_split_size_mb must be a whole number of MiB from 20 on, got '19'."),
-        ("large_segment_size_mb:30", "large_segment_size_mb is not simulated. Unset it for the estimate."),
+        ("large_segment_size_mb:10", "large_segment_size_mb must be a whole number of MiB from 11 on, got '10'."),
         ("max_split_size_mb:x", "max_split_size_mb must be a whole number of MiB from 20 on, got 'x'."),
         (
             "roundup_power2_divisions:3",

@@ -9,7 +9,7 @@ from lightning_vram.memory.estimate.caching_allocator import CachingAllocator, p
 from lightning_vram.memory.units import MIB
 from tests.benchmarks.trace_text import expand_trace, reduce_trace
 
-SETTINGS = ["", "expandable_segments:True"]
+SETTINGS = ["", "expandable_segments:True", "expandable_segments:True,large_segment_size_mb:32"]
 
 
 class Recorder:
