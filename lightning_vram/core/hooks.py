@@ -8,7 +8,6 @@ differently under any dispatch mode: :class:`stepping_aside` takes them off. May
 
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -56,26 +55,6 @@ def count_foreach_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """Count the writes of an operator on lists: under a dispatch mode autograd does not count them on the host."""
     if is_foreach(func):
         increment_version([target for target in iterate_written(func, args, kwargs) if not target.is_inference()])
-
-
-class SeenWrites:
-    """How often each memory was written to, with writes that no version of autograd counts (``.data``, fused ones)."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()  # by address: one that is used again goes on counting
-        self.clear = self._counts.clear
-
-    def add(self, target: Tensor) -> None:
-        """Count one."""
-        self._counts[storage_address(target)] += 1
-
-    def count(self, tensor: Tensor) -> int:
-        """Return how many there were on the memory of ``tensor``."""
-        return self.count_at(storage_address(tensor))
-
-    def count_at(self, address: int) -> int:
-        """Return how many there were on the storage with this address."""
-        return self._counts.get(address, 0)
 
 
 class SelectiveCheckpointMode(OperatorSubscriber):

@@ -23,12 +23,16 @@ from lightning_vram.private_names.dispatcher import (
     ATTENTIONS,
     BATCH_NORM,
     BATCH_NORMS,
+    CONVOLUTIONS,
+    COPY_TO,
     DIVIDE_EACH,
     ELEMENTWISE,
     EXACT_ARGUMENTS,
+    EXACT_RESULTS,
     GROWING,
     LINEAR_ALGEBRA,
     MKL_PRODUCTS,
+    MKLDNN_CONVOLUTIONS,
     MKLDNN_PRODUCTS,
     NORM_OF_EACH,
     NORMS,
@@ -92,7 +96,14 @@ _FLAT_PRODUCTS = (  # two FLOPs per element of the result and per number in the 
     | _names("mkl", MKL_PRODUCTS)
 )
 _SPARSE_PRODUCTS = _names("aten", "sparse_sampled_addmm", SPARSE_PRODUCTS)
-_CONVOLUTIONS = _names("aten", "convolution conv_tbc")  # no mode sees the kernels below
+_CONVOLUTIONS = _names("mkldnn", MKLDNN_CONVOLUTIONS) | _names(
+    "aten",
+    "convolution convolution_overrideable mkldnn_convolution cudnn_convolution cudnn_convolution_transpose",
+    "cudnn_convolution_relu cudnn_convolution_add_relu conv_tbc miopen_convolution miopen_convolution_transpose",
+    "miopen_depthwise_convolution miopen_convolution_relu miopen_convolution_add_relu conv_depthwise3d thnn_conv2d",
+    "slow_conv3d_forward slow_conv_dilated2d slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d",
+    CONVOLUTIONS,
+)
 _RECURRENT = _names("aten", "miopen_rnn mkldnn_rnn_layer", RECURRENT)
 MATMULS = _FLAT_PRODUCTS | _SPARSE_PRODUCTS | _CONVOLUTIONS | _RECURRENT | _names("aten", "addbmm", OTHER_PRODUCTS)
 """Qualified names, without overload, of matrix products, convolutions and recurrent kernels."""
@@ -403,14 +414,13 @@ _ONE = {"div": "other", DIVIDE_EACH: "other", "grid_sampler_2d": "grid", "grid_s
 _ONLY_WHOLE = frozenset(["max", "min", "median", "nanmedian"])  # with a ``dim`` the backward has indices
 _MEASURING_NORMS = frozenset(["norm", "linalg_vector_norm", NORM_OF_EACH])
 
-# Of what is saved of these: their first result, as names of nodes of the graph have it.
-_RESULT_NAMES = (
-    "aminmax amax amin cdist cholesky choleskyinverse choleskysolve cumprod dist erfinv euclideandist foreachnorm "
-    "foreachpow foreachreciprocal foreachrsqrt foreachsqrt hypot indexreduce inverse logaddexp logcumsumexp logsoftmax "
-    "logsumexp max mean median min nanmedian norm pdist pow prod reciprocal renorm rsqrt scatterreduce segmentreduce "
-    "sqrt std sum tan var"
+# Of what is saved of these: their first result. (Second results are always exact.)
+_RESULTS_NAMES = (
+    "aminmax amax amin cholesky cholesky_inverse cholesky_solve cumprod dist erfinv hypot index_reduce inverse "
+    "logaddexp logcumsumexp logsumexp max mean median min nanmedian norm pow prod reciprocal renorm rsqrt "
+    "scatter_reduce segment_reduce sqrt std sum tan var"
 )
-_RESULTS = frozenset(_RESULT_NAMES.split())
+_RESULTS = frozenset([*_RESULTS_NAMES.split(), *EXACT_RESULTS.split()])
 
 
 @cache
@@ -440,10 +450,12 @@ def exact_arguments(function: Any) -> Callable[[tuple[Any, ...], dict[str, Any] 
 
 
 @cache
-def gives_exact_result(node: str) -> bool:
-    """Whether the first result of the operator with this node, such as ``"MeanBackward1"``, must be kept exactly."""
-    name = node.partition("Backward")[0].lower()
-    return name in _RESULTS or name.startswith("linalg")
+def gives_exact_result(function: Any) -> bool:
+    """Whether the first result of ``function`` must be kept exactly, wherever it is saved."""
+    name = base_name(function)
+    if function.namespace != "aten" or (name in _ONLY_WHOLE and overload_name(function) != "default"):
+        return False
+    return name in _RESULTS or name.startswith(("linalg_", LINEAR_ALGEBRA))
 
 
 def iterate_tensors(args: Any) -> Iterator[Tensor]:
@@ -464,6 +476,17 @@ def _is_polynomial(args: tuple[Any, ...]) -> bool:
     base, exponent = args[:2]
     is_number = isinstance(exponent, int | float) and isinstance(base, Tensor)
     return is_number and exponent >= 1 and float(exponent).is_integer()
+
+
+def is_constant(function: Any) -> bool:
+    """Whether ``function`` makes a tensor from nothing: no random numbers, and no uninitialised memory."""
+    return function.namespace == "aten" and base_name(function) in ("eye", "ones", "full", "linspace", "scalar_tensor")
+
+
+def is_pointwise(function: Any) -> bool:
+    """Whether each element of the result comes from one of each argument, or is one of them."""
+    others = (COPY_TO, "clone", "cat", "stack", "leaky_relu")  # of the last torch 2.11 does not say so
+    return torch.Tag.pointwise in function.tags or base_name(function) in others
 
 
 LargestIndex = Callable[[tuple[Any, ...], dict[str, Any] | None], int]

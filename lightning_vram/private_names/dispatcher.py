@@ -219,6 +219,10 @@ EXACT_ARGUMENTS = (
     "_cdist_forward _ctc_loss _euclidean_dist _foreach_abs _foreach_lgamma _foreach_log _foreach_log10 "
     "_foreach_log1p _foreach_log2 _foreach_maximum _foreach_minimum _foreach_pow _pdist_forward"
 )
+EXACT_RESULTS = (
+    "_cdist_forward _euclidean_dist _foreach_norm _foreach_pow _foreach_reciprocal _foreach_rsqrt _foreach_sqrt "
+    "_log_softmax _pdist_forward"
+)
 PRODUCTS = (
     "_addmm_activation _int_mm _scaled_mm _scaled_mm_v2 _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2 "
     "_weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu _mixed_dtypes_linear"
@@ -227,7 +231,12 @@ SPARSE_PRODUCTS = (
     "_sparse_mm _sparse_addmm _cslt_sparse_mm _sparse_semi_structured_mm _sparse_semi_structured_addmm "
     "_sparse_semi_structured_linear"
 )
+CONVOLUTIONS = (
+    "_convolution _mps_convolution _mps_convolution_transpose _conv_depthwise2d _slow_conv2d_forward "
+    "_nnpack_spatial_convolution"
+)
 MKLDNN_PRODUCTS = "_linear_pointwise"
+MKLDNN_CONVOLUTIONS = "_convolution_pointwise _convolution_transpose_pointwise"
 MKL_PRODUCTS = "_mkl_linear"
 RECURRENT = "_cudnn_rnn _lstm_mps _thnn_fused_lstm_cell _thnn_fused_gru_cell"
 OTHER_PRODUCTS = "_trilinear"
@@ -239,7 +248,7 @@ ATTENTIONS = (
 )
 ACTIVATED_PRODUCT = "_addmm_activation"
 LINEAR_ALGEBRA = "_linalg_"  # a prefix of operator names
-DIVIDE_EACH, NORM_OF_EACH = "_foreach_div", "_foreach_norm"
+DIVIDE_EACH, NORM_OF_EACH, COPY_TO = "_foreach_div", "_foreach_norm", "_to_copy"
 
 # Autocast's keys come before autograd's, the second before the first. No kernel of torch has these two.
 BEHIND_AUTOCAST = "AutocastIPU"

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_vram.argument_checks import check_bool, check_choice
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
 from lightning_vram.memory.units import parse_bytes
-from lightning_vram.techniques.in_place_fusion import Fusion, FusionError, FusionPolicy
+from lightning_vram.techniques.in_place_fusion import FrozenNormFolding, Fusion, FusionError, FusionPolicy
 
 
 class InPlaceFusion(FitTechnique):
@@ -34,8 +34,7 @@ class InPlaceFusion(FitTechnique):
             rounding of the inverse; norms for which that is too large are skipped, and ``SyncBatchNorm``. No double
             backward. ``None``: off.
         fold_frozen_bn: Fold batch norms in evaluation mode into the convolution before them (not a transposed one), in
-            a fit (https://arxiv.org/abs/2305.11624). Lossless. For a ``Trainer`` that only evaluates, fold the weights
-            with ``torch.nn.utils.fuse_conv_bn_eval``.
+            fine-tuning and in ``validate``, ``test`` and ``predict`` (https://arxiv.org/abs/2305.11624). Lossless.
         min_bytes: Smaller tensors stay saved: an ``int``, or text such as ``"4KiB"``.
         dropout: ``"mask"`` saves masks as bits; ``"replay"`` saves the generator state and draws the mask again.
 
@@ -70,11 +69,20 @@ class InPlaceFusion(FitTechnique):
         self.min_bytes = parse_bytes(min_bytes, "InPlaceFusion(min_bytes)")
         self.dropout = dropout
         self._contexts: list[AroundStep] = []
-        self._fusion: Fusion | None = None
+        self._fusion: Fusion | FrozenNormFolding | None = None
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
         refuse_moved_parameters("InPlaceFusion", trainer, "activations are recomputed from")
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit" and self.fold_frozen_bn:
+            name = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[stage]
+            self._fusion = folding = FrozenNormFolding(pl_module, _log)
+            around = AroundStep(trainer.strategy, name, Depth.RECOMPUTATION, lambda *_, **__: folding.step())
+            self._contexts.append(around)
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_contexts": [], "_fusion": None}  # a copy is not part of any run

@@ -112,8 +112,8 @@ class QuantizeFrozenWeights(FitTechnique):
     Raises:
         TypeError: If an argument has the wrong type.
         ModuleNotFoundError: In ``setup``, if the library is not installed.
-        ValueError: If an argument has an invalid value. Before training, if ``layers`` names nothing that can be
-            quantized, or a layer that shares its weight with a module that is not quantized.
+        ValueError: If an argument has an invalid value. Before training, if ``layers`` matches a layer that cannot be
+            quantized.
         RuntimeError: Before training, if a checkpoint has weights with another ``bits`` or ``block_size``.
         MisconfigurationException: In ``setup``, if the Trainer comes from ``pytorch_lightning``, has a second
             ``QuantizeFrozenWeights`` or a callback that unfreezes or averages weights, uses FSDP1 or DeepSpeed, or,

@@ -7,9 +7,9 @@ a bounded error, for chosen layers: activations in bf16, fp8 or int8.
 Cost: a Python call per operator and per saved tensor, and one pass over what is encoded and decoded. No gain: a ReLU in
 place, in front of a convolution, which saves the values anyway, or inside another stage; what a
 ``torch.autograd.Function`` holds in attributes, what ``torch.func`` transforms, compiled code and the user's own
-saved-tensor hooks save. Memory that the model itself keeps alive is not freed: the bits are stored in addition. What is
-encoded is a snapshot: a write after the save that counts no version (``.data``, NumPy, a custom kernel) does not reach
-the backward; between two saves of one tensor, one that PyTorch does not see is noticed on the CPU only.
+saved-tensor hooks save. Memory that the model itself keeps alive is not freed: the bits are stored in addition. A write
+that PyTorch does not see (NumPy, a custom kernel) after a save does not reach the backward, and neither does a write to
+``.data`` after the stage was left; between two saves of one tensor it is noticed on the CPU only.
 ``grad_fn._saved_result`` of a ReLU shows ones and zeros.
 """
 
@@ -29,7 +29,6 @@ from typing_extensions import override
 
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, is_exact_only
 from lightning_vram.core.layers import RunningLayers
-from lightning_vram.core.operators import gives_exact_result
 from lightning_vram.core.tensors.codecs import LossyFormat, encoded_itemsize
 from lightning_vram.core.tensors.properties import alias, flat_as_stored, is_dense
 from lightning_vram.memory.device.accelerators import stream_id
@@ -68,9 +67,14 @@ class CompressionReport:
 class _Memory:
     """What is known of a storage of which something was saved."""
 
+    num_writes: int = 0  # seen since, also those that autograd does not count
     made: list[weakref.ref[EncodedStorage]] = field(default_factory=list)  # of it, in any state; the newest first
     whole_state: Any = None  # in which it was left as it is
     is_whole: bool = False  # counted in full
+
+    def state(self, tensor: Tensor) -> tuple[int, int, int]:
+        """Return what changes as somebody writes to ``tensor``, on this memory, or uses it on another stream."""
+        return version_of(tensor), self.num_writes, stream_id(tensor.device)
 
     def encodings(self, state: tuple[int, int, int] | None = None) -> list[EncodedStorage]:
         """Return those in use, made in this ``state`` or, if it is ``None``, in any."""
@@ -82,10 +86,10 @@ class CompressionStage(SavedTensorStage):
     """Keeps saved tensors in fewer bytes while it is entered.
 
     With a loss it stores results and inputs of operators that have a gradient; never what has none (data, constants,
-    what custom functions put aside), leaves, second results and statistics of operators, weights cast to another dtype,
-    what a backward magnifies an error of (see :mod:`~lightning_vram.core.operators`), inputs of checkpoints, and
-    tensors whose last size is 1. Differences of nearly equal terms, as in a softmax made of ``exp`` and ``sum``,
-    magnify an error that no operator shows.
+    what custom functions put aside), leaves, second results and statistics of operators, what is made of those or of
+    weights only, what a backward magnifies an error of (see :mod:`~lightning_vram.core.operators`), inputs of
+    checkpoints, and tensors whose last size is 1. Differences of nearly equal terms, as in a softmax made of ``exp``
+    and ``sum``, magnify an error that no operator shows.
 
     The arguments are those of ``ActivationCompression``, ``layers`` as modules; ``None``: all. Parameters and buffers
     of ``module`` stay alive anyway. See ``encode`` for the error of ``lossy``.
@@ -127,7 +131,7 @@ class CompressionStage(SavedTensorStage):
             stack.callback(end)
         if self._layers is not None:
             stack.enter_context(self._layers.watching())
-        self._notes.on_exact_argument = self._give_up_lossy
+        self._notes.buffers, self._notes.listener = frozenset(self._buffers), self
         stack.enter_context(self._notes)
         return self._notes
 
@@ -138,16 +142,26 @@ class CompressionStage(SavedTensorStage):
         super().__exit__(*error)
 
     @hide_from_dynamo
-    def _give_up_lossy(self, tensor: Tensor) -> None:
-        """Give up what was made of ``tensor`` with a loss: a backward will need it exactly, if it saved it."""
+    def on_exact_argument(self, tensor: Tensor) -> None:
+        """Give up what was made of ``tensor`` with a loss."""
         memory = self._memories.find(tensor)
-        if memory is not None and any(made.kind == self._lossy for made in memory.encodings(self._state(tensor))):
+        if memory is not None and any(made.kind == self._lossy for made in memory.encodings(memory.state(tensor))):
             with torch.no_grad(), without_autocast():
                 self._leave(elements_of(alias(tensor)), memory)
 
-    def _state(self, tensor: Tensor) -> tuple[int, int, int]:
-        """Return what changes as somebody writes to the memory of ``tensor``, or uses it on another stream."""
-        return version_of(tensor), self._notes.writes.count(tensor), stream_id(tensor.device)
+    @hide_from_dynamo
+    def on_write(self, target: Tensor, *, is_certain: bool) -> None:
+        """Give up what was made of ``target``: plain autograd finds what is written there, or refuses it."""
+        memory = self._memories.find(target)
+        if memory is None:
+            return
+        memory.num_writes += 1
+        encodings = memory.encodings() if is_certain else []
+        if encodings or self._is_pending(memory):
+            self._keep_whole(memory, target.untyped_storage().nbytes())
+        for made in encodings:
+            elements = torch.empty(0, dtype=made.dtype, device=target.device).set_(target.untyped_storage())
+            self.report.kept_bytes -= made.give_up(partial(elements_of, elements))
 
     @override
     def take(self, tensor: Tensor) -> StoredTensor | None:
@@ -174,15 +188,14 @@ class CompressionStage(SavedTensorStage):
         if is_exact_only() or not tensor.requires_grad or not (self._layers is None or self._layers.is_inside):
             return False
         base = base_of(tensor) if is_view(tensor) else None
-        maker = tensor if base is None else base
-        if maker.is_leaf or _is_exact(maker):
-            return False  # of a leaf somebody else keeps the memory alive
+        if (tensor if base is None else base).is_leaf:
+            return False  # somebody else keeps its memory alive
         is_number = tensor.is_floating_point() and tensor.dtype.itemsize > encoded_itemsize(lossy)
         is_large = tensor.nbytes >= self._min_bytes and tensor.shape[-1:] != (1,)
-        return is_number and is_large and not _is_input_of_checkpoint()
+        return is_number and is_large and not self._notes.is_exact(tensor) and not _is_input_of_checkpoint()
 
     def _find_shared(self, tensor: Tensor, memory: _Memory, *, is_lossy: bool) -> EncodedStorage | None:
-        for made in memory.encodings(self._state(tensor)):
+        for made in memory.encodings(memory.state(tensor)):
             if made.kind != "signs" and (is_lossy or made.kind != self._lossy):
                 return made if made.still_holds(tensor) else None
         return None
@@ -196,7 +209,7 @@ class CompressionStage(SavedTensorStage):
                 return partial(shrink_indices, largest=largest), "indices"
             if tensor.device.type == "cpu" and self._notes.may_be_two_valued(tensor):
                 return pack_two_values, "two values"
-        if is_lossy and self._lossy is not None and memory.whole_state != self._state(tensor):
+        if is_lossy and self._lossy is not None and memory.whole_state != memory.state(tensor):
             return partial(encode_lossy, to=self._lossy, block_size=self._block_size), self._lossy
         return None, ""
 
@@ -208,7 +221,7 @@ class CompressionStage(SavedTensorStage):
         if encoding is None or encoding.num_bytes >= tensor.untyped_storage().nbytes():
             return None
         encoding = encoding._replace(pieces=[self.hand_on(piece) or piece for piece in encoding.read()])
-        made = EncodedStorage(tensor, kind, self._state(tensor), encode, encoding)
+        made = EncodedStorage(tensor, kind, memory.state(tensor), encode, encoding)
         memory.made = [weakref.ref(made), *map(weakref.ref, memory.encodings())]
         if kind == self._lossy and self.keeps_exact:
             elements = elements_of(alias(tensor))
@@ -250,7 +263,7 @@ class CompressionStage(SavedTensorStage):
     def _leave(self, tensor: Tensor, memory: _Memory) -> StoredTensor | None:
         """Leave a tensor as it is; what was made of its memory before is given up for it."""
         handed = self.hand_on(tensor)
-        memory.whole_state = self._state(tensor)
+        memory.whole_state = memory.state(tensor)
         num_bytes = tensor.untyped_storage().nbytes()
         for made in memory.encodings(memory.whole_state) if memory.made else ():
             if made.dtype is not tensor.dtype:
@@ -273,17 +286,6 @@ class CompressionStage(SavedTensorStage):
 def _is_whole_memory(tensor: Tensor) -> bool:
     is_plain = not tensor.is_conj() and not tensor.is_neg()
     return is_plain and tensor.untyped_storage().nbytes() <= _MAX_SHARE * tensor.nbytes
-
-
-def _is_exact(result: Tensor) -> bool:
-    """Whether the result of an operator must not get an error: a statistic, a second result, a weight that was cast."""
-    node = result.grad_fn
-    if node is None or not node.name()[-1].isdigit():
-        return False  # of a function of the user
-    source = node.next_functions[0][0] if node.name() == "ToCopyBackward0" else None
-    is_cast = isinstance(getattr(source, "variable", None), nn.Parameter)  # of AccumulateGrad
-    is_statistic = result.output_nr > 0 or gives_exact_result(node.name()) or result.shape[-1:] == (1,)
-    return is_cast or is_statistic
 
 
 def _is_input_of_checkpoint() -> bool:

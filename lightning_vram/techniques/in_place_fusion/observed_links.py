@@ -45,33 +45,36 @@ class Memory:
     """What was seen of one storage: by whom it was made, read, written, and whether anybody could read it later."""
 
     def __init__(self) -> None:
-        self.num_reads = self.num_writes = 0
-        self.is_given = False  # to the one module that may have it
-        self.is_spoiled = False  # a hook or the backward of others has seen it
+        self.num_reads = self.num_writes = self._num_before = 0
+        self.is_given = self.is_seen_by_hook = self.is_read_by_others_backward = False
+        self.is_open = False  # a module was given it and runs: it may do what it likes
         self.hooks = _current_hooks()
         self.expected: weakref.ref[Tensor] | None = None  # what a module returned, or was given
-        self._num_before = 0
 
     def expect(self, tensor: Tensor) -> None:
         """Note that a module returned ``tensor``."""
         self.expected = weakref.ref(tensor)
-        self.settle()
-
-    def settle(self) -> None:
-        """Allow what was read and written until now."""
         self._num_before = self.num_reads + self.num_writes
 
-    def is_untouched(self) -> bool:
-        """Whether nothing was read or written since :meth:`settle`."""
-        return self.num_reads + self.num_writes == self._num_before
+    def is_untouched(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is the very one of :meth:`expect`, not read or written since."""
+        is_it = self.expected is not None and self.expected() is tensor
+        return is_it and self.num_reads + self.num_writes == self._num_before
+
+    def give(self, tensor: Tensor) -> None:
+        """Note that ``tensor`` is given to the one module that may have it."""
+        self.expect(tensor)
+        self.is_given = self.is_open = True
 
     def is_held(self) -> bool:
-        """Whether the tensor that was given to a module still lives: another than the module holds it."""
-        return self.is_given and self.expected is not None and self.expected() is not None
+        """Whether the tensor that was given to the module still lives: another than the module holds it."""
+        return self.expected is not None and self.expected() is not None
 
     def is_given_up(self) -> bool:
         """Whether nobody but the module it was given to has seen it, or ever can."""
-        return self.is_given and not self.is_spoiled and self.is_untouched() and not self.is_held()
+        is_touched = self.is_open or self.is_read_by_others_backward
+        is_touched |= self.num_reads + self.num_writes != self._num_before
+        return self.is_given and not (is_touched or self.is_seen_by_hook or self.is_held())
 
 
 class StorageWatch(OperatorSubscriber):
@@ -87,15 +90,14 @@ class StorageWatch(OperatorSubscriber):
 
         Autograd keeps what a module saves alive, Python object included: ``tensor`` lives on only if others have it.
         """
-        memory.expect(tensor)
-        memory.is_given = True
+        memory.give(tensor)
         with self.paused():
             alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
         return alias
 
     def collect_cycles(self) -> None:
         """Let tensors die that nothing but a reference cycle holds."""
-        if any(memory.is_held() for memory in self._memories.values()):
+        if any(memory.is_given and memory.is_held() for memory in self._memories.values()):
             gc.collect()
 
     @override
@@ -116,14 +118,15 @@ class StorageWatch(OperatorSubscriber):
     def _touch(self, memories: dict[int, Memory], written: set[int]) -> None:
         if not is_in_backward():
             for address, memory in memories.items():
-                memory.num_writes += address in written
-                memory.num_reads += address not in written
+                if not memory.is_open:
+                    memory.num_writes += address in written
+                    memory.num_reads += address not in written
             return
         if not self._has_collected:  # the forward is over: what is held now is held on purpose, or by a cycle
             self._has_collected = True
             self.collect_cycles()
         for memory in memories.values():  # the module's own backward reads an alias; others saved the tensor itself
-            memory.is_spoiled |= memory.is_held()
+            memory.is_read_by_others_backward |= memory.is_given and memory.is_held()
 
 
 class _Alias(torch.autograd.Function):
@@ -147,9 +150,11 @@ def _current_hooks() -> int:
 def _is_recomputing() -> bool:
     """Whether our own recomputation runs an operator again: the first run of it was seen."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != Recomputation.__module__:
+    while frame is not None:
+        if frame.f_globals.get("__name__") == Recomputation.__module__:
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 _PLAIN_TYPES = frozenset({Tensor, FakeTensor})
@@ -271,7 +276,7 @@ class StepObserver:
         tensor, memory = args[0], self._watch.find(args[0])
         if memory is None or memory.is_given or gradient_hooks(tensor) or tensor.retains_grad:
             return _Call(None)
-        is_linked = memory.expected is not None and memory.expected() is tensor and memory.is_untouched()
+        is_linked = memory.is_untouched(tensor)
         is_own = not is_view(tensor) and not (tensor.is_leaf and tensor.requires_grad)
         is_unsaved = memory.num_reads == 0 and memory.hooks == _current_hooks() and not _is_saved(tensor)
         may_overwrite = module in self._candidates and is_own and is_unsaved
@@ -282,7 +287,7 @@ class StepObserver:
             return
         call = self._calls[module][-1]
         if call.memory is not None:
-            call.memory.settle()
+            call.memory.is_open = False
         for tensor in tensors_in(output):
             self._graph.append(tensor.grad_fn)
             call.result = self._watch.find(tensor)
@@ -295,7 +300,7 @@ def _watch_hooks(module: nn.Module, watch: StorageWatch, stack: ExitStack) -> No
         if not torch.compiler.is_compiling():
             for tensor in tensors_in(value):
                 if (memory := watch.find(tensor)) is not None:
-                    memory.is_spoiled = True
+                    memory.is_seen_by_hook = True
 
     for member in module.modules():
         sees_output = has_hooks(member, SEE_OUTPUT)  # before ours is there

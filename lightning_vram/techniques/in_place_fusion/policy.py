@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from lightning_vram.core.patching import Swaps
@@ -148,6 +149,36 @@ class Fusion:
         )
         for operator, count in report.differing.items():
             self._log(f"saves {count} results of {operator}: their recomputation is not exact.")
+
+
+class FrozenNormFolding:
+    """Folds batch norms into convolutions where a module is only evaluated, from the second batch on."""
+
+    def __init__(self, module: nn.Module, log: Callable[[str], None]) -> None:
+        self._module = module
+        self._log = log
+        self._pairs: list[Pairs] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run one evaluation step inside."""
+        if self._pairs:
+            with _unchanged_path(self._pairs):
+                yield
+            return
+        observer = StepObserver(self._module, CONVOLUTIONS, BATCH_NORMS)
+        # Operators are seen one by one only outside of inference mode.
+        with torch.inference_mode(mode=False), torch.no_grad(), observer:
+            yield
+        links = [link for link in observer.links if can_fold(link) and not link.consumer.training]
+        self._pairs.append(fold_frozen_batch_norm(links))
+        if links:
+            self._log(f"folds {len(links)} frozen batch norms into their convolutions.")
+
+    def remove(self) -> None:
+        """Make the module what it was. Calling it again does nothing."""
+        while self._pairs:
+            self._pairs.pop().remove()
 
 
 @contextmanager

@@ -32,9 +32,8 @@ from lightning_vram.core.tensors.properties import (
     check_version,
     is_sharded,
     is_strided,
-    version_counter,
 )
-from lightning_vram.memory.storages import storage_address
+from lightning_vram.memory.storages import NO_VERSION, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names.dispatcher import FakeTensor, hide_from_dynamo, without_dispatch
 from lightning_vram.private_names.torch import base_of, is_view, num_writes, without_autocast
@@ -342,7 +341,7 @@ class Recomputation(SavedTensorStage):
                 return None
         recipe.held = None
         self._recorder.mark_used(value)
-        dropped = Dropped(value, sources, found[1], version_counter(tensor), num_writes(tensor), tensor.shape)
+        dropped = Dropped(value, sources, found[1], tensor)
         value.dropped = weakref.ref(dropped)
         if self._owns_memory(recipe):
             self.report.dropped_bytes += tensor.nbytes
@@ -356,7 +355,7 @@ class Recomputation(SavedTensorStage):
     def _can_hold(self, source: Value, origin: Tensor) -> bool:
         """Whether a recipe can end here, on what is not saved or dropped: it is still there as it was."""
         is_lasting = not (self._recorder.parameters_move and type(origin) in PARAMETER_CLASSES)
-        return is_lasting and is_strided(origin) and self._recorder.is_there(source, origin)
+        return is_lasting and is_strided(origin) and NO_VERSION != source.version == version_of(origin)
 
     def _is_worth_it(self, sources: Iterable[Value], tensor: Tensor, recipe: Recipe) -> bool:
         """Whether what would be saved for these sources alone is less than ``tensor``."""

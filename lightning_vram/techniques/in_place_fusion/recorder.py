@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_vram.core.hooks import SeenWrites, count_foreach_writes
+from lightning_vram.core.hooks import count_foreach_writes
 from lightning_vram.core.operators import (
     Family,
     family_of,
@@ -32,7 +32,7 @@ from lightning_vram.private_names.dispatcher import (
     TO_COPY,
     FakeTensor,
 )
-from lightning_vram.private_names.torch import num_writes, storage_identity
+from lightning_vram.private_names.torch import count_storage_users, num_writes, storage_identity
 from lightning_vram.techniques.in_place_fusion.recipes import (
     CopyValue,
     Dropped,
@@ -61,7 +61,8 @@ class RecipeRecorder(OperatorSubscriber):
         self.held: deque[Recipe] = deque()  # what they read, until the result is saved
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._values: dict[int, Value] = {}  # by id of the tensor, which may be gone and its id be another's
-        self._writes = SeenWrites()
+        self._new: list[Value] = []  # not yet in the next
+        self._by_address: dict[int, list[Value]] = {}
         self._saved: dict[int, list[weakref.ref[Saved]]] = {}  # by address of the storage; outlive the run
         self._program = 0, 0
         self._learned: list[Recipe] | None = []  # all recipes of this run
@@ -79,7 +80,7 @@ class RecipeRecorder(OperatorSubscriber):
             if handler in _WRITERS and not self._is_paused:  # in inference mode, or by wrappers of tensors
                 for target in iterate_written(func, args, kwargs):
                     if type(target) in PLAIN_TYPES:
-                        self.before_write(target)
+                        self.before_write(target, is_counted=False)
             return self.run(func, types, args, kwargs)
         self.position += 1
         if self._useless.get(self.position) is func:
@@ -88,7 +89,7 @@ class RecipeRecorder(OperatorSubscriber):
 
     def clear(self, num_saved: int) -> bool:
         """Forget this run, in which autograd saved ``num_saved`` tensors; return whether it was another program."""
-        for records in (self.held, self._copies, self._values, self._writes):
+        for records in (self.held, self._copies, self._values, self._new, self._by_address):
             records.clear()
         alive = {address: [ref for ref in refs if ref() is not None] for address, refs in self._saved.items()}
         self._saved = {address: refs for address, refs in alive.items() if refs}
@@ -144,7 +145,7 @@ class RecipeRecorder(OperatorSubscriber):
         # Not by way of version_of() and storage_address(): this runs for every argument of every cheap operator.
         if value.version != num_writes(tensor) or (value.address and value.address != storage_identity(tensor)):
             return None  # written to, or its ``.data`` set
-        return value if value.num_writes == self._writes.count_at(value.address) else None
+        return value
 
     def value_of(self, tensor: Tensor) -> Value:
         """Return the value of ``tensor`` as it is now."""
@@ -170,28 +171,34 @@ class RecipeRecorder(OperatorSubscriber):
         value.index = index
         value.version = version_of(tensor) if version is None else version
         value.address = storage_address(tensor)
-        value.num_writes = self._writes.count_at(value.address)
         value.saved = value.dropped = None
         self._values[id(tensor)] = value
+        self._new.append(value)
         return value
-
-    def is_there(self, value: Value, tensor: Tensor) -> bool:
-        """Whether ``tensor``, that of ``value``, is as it was."""
-        is_unwritten = value.num_writes == self._writes.count_at(value.address)
-        return is_unwritten and NO_VERSION != value.version == version_of(tensor)
 
     def watch(self, value: Value, saved: Saved) -> None:
         """Remember that ``saved`` holds ``value``, and protect it from writes once a recipe ends on it."""
         value.saved = weakref.ref(saved)
         self._saved.setdefault(value.address, []).append(value.saved)
 
-    def before_write(self, target: Tensor) -> None:
-        """Save what recipes end on; all values on the memory of ``target`` are known no more."""
+    def before_write(self, target: Tensor, *, is_counted: bool = True) -> None:
+        """Save what recipes end on; forget values on the memory of ``target``, its own unless its version counts it."""
+        address = storage_address(target)
+        num_known = 1  # the target itself
         with self.paused():
-            for reference in self._saved.get(storage_address(target), ()):
+            for reference in self._saved.get(address, ()):
                 if (saved := reference()) is not None:
+                    num_known += saved.taken is None and saved.tensor is not target
                     saved.before_write()
-        self._writes.add(target)
+        if address and count_storage_users(address) > num_known:
+            for value in self._new:
+                self._by_address.setdefault(value.address, []).append(value)
+            self._new.clear()
+            for value in self._by_address.pop(address, ()):
+                if value() is not target:
+                    value.version = NO_VERSION
+        if not is_counted and (known := self._values.pop(id(target), None)) is not None:
+            known.version = NO_VERSION
 
     def is_watched(self, tensor: Tensor) -> bool:
         """Whether something on the memory of ``tensor`` was saved, or its value is known."""
@@ -292,7 +299,7 @@ def _batch_norm(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs:
     if statistics and in_training:  # the kernel moves the running statistics and does not tell
         for statistic in statistics:
             if notes.is_watched(statistic):
-                notes.before_write(statistic)
+                notes.before_write(statistic, is_counted=False)
         running, others = (args[3].shape, args[3].dtype, args[3].device), (None, None, *args[5:])
     elif statistics:  # copies: whoever moves them later does not tell
         with notes.paused():
@@ -336,7 +343,7 @@ def _in_place(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: d
     target = args[0]
     before = notes.find(target)
     if before is None:  # such as a counter of batches
-        notes.before_write(target)
+        notes.before_write(target, is_counted=False)
         return notes.run(func, (), args, kwargs)
     recipe = None
     if (before.recipe is not None or before.find_saved() is not None or before.is_mask) and _keeps_dtype(args):
@@ -349,7 +356,6 @@ def _in_place(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: d
     if recipe is not None and isinstance(before, MaskValue) and before.recipe is None:
         if func in _SCALINGS and _is_scale(args[1], target.dtype):
             before.version = version  # the zeros of the mask are still there to be read
-            before.num_writes += 1
             before.is_scaled = True
         else:
             recipe = None
@@ -359,7 +365,7 @@ def _in_place(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: d
 
 def _writing(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     for target in iterate_written(func, args, kwargs):
-        notes.before_write(target)  # fused optimizers count no version either
+        notes.before_write(target, is_counted=False)  # fused optimizers count no version either
     result = notes.run(func, (), args, kwargs)
     count_foreach_writes(func, args, kwargs)
     return result

@@ -157,6 +157,18 @@ def test_frozen_norms_are_folded_in_fine_tuning(make_trainer, messages):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("entry", ["validate", "predict"])
+def test_frozen_norms_are_folded_in_evaluation(make_trainer, messages, entry):
+    model = LitStack()
+    expected = getattr(make_trainer(), entry)(model, **({"verbose": False} if entry == "validate" else {}))
+    before = describe_module(model)
+    trainer = make_trainer(callbacks=[InPlaceFusion(fold_frozen_bn=True)])
+    got = getattr(trainer, entry)(model, **({"verbose": False} if entry == "validate" else {}))
+    torch.testing.assert_close(got, expected)
+    assert messages() == ["InPlaceFusion folds 3 frozen batch norms into their convolutions."]
+    assert describe_module(model) == before
+
+
 def test_folding_norms_in_training_mode_is_refused(make_trainer):
     with pytest.raises(MisconfigurationException) as raised:
         fit(LitStack(), make_trainer, InPlaceFusion(fold_frozen_bn=True))

@@ -123,6 +123,18 @@ def test_without_a_graph_nothing_is_given_up() -> None:
     assert loss.requires_grad
 
 
+def weight_norm(linear: nn.Linear) -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(linear)
+
+
+def spectral_norm(linear: nn.Linear) -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(linear).eval()
+
+
+def orthogonal(linear: nn.Linear) -> nn.Module:
+    return nn.utils.parametrizations.orthogonal(linear)
+
+
 class OfWeights(nn.Module):
     def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -130,6 +142,28 @@ class OfWeights(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.make(self.weight)
+
+
+WEIGHTS: dict[str, Callable[[], nn.Module]] = {
+    "weight_norm": lambda: weight_norm(nn.Linear(SIDE, SIDE)),
+    "spectral_norm": lambda: spectral_norm(nn.Linear(SIDE, SIDE)),
+    "orthogonal": lambda: orthogonal(nn.Linear(SIDE, SIDE)),
+    "normalized": lambda: OfWeights(lambda w: F.normalize(w)),
+    "scaled view": lambda: OfWeights(lambda w: w.t() * 0.5),
+    "standardized": lambda: OfWeights(lambda w: (w - w.mean(1, keepdim=True)) * (w.var(1, keepdim=True) + 1).rsqrt()),
+    "split": lambda: OfWeights(lambda w: torch.cat([part * 2 for part in w.split(8)])),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_what_is_made_of_weights_is_exact(name: str) -> None:
+    torch.manual_seed(0)
+    net, x = WEIGHTS[name](), torch.randn(SIDE, SIDE, requires_grad=True)
+    expected = torch.autograd.grad(net(x).sin().sum(), [x, *net.parameters()])
+    with CompressionStage(net, lossy="int8", min_bytes=0) as stage:
+        y = net(x)
+    assert not stage.report.kinds["int8"]
+    assert all(map(torch.equal, torch.autograd.grad(y.sin().sum(), [x, *net.parameters()]), expected))
 
 
 def test_views_of_weights_cast_by_autocast_are_exact() -> None:
@@ -148,11 +182,16 @@ def test_a_denominator_made_of_a_statistic_is_exact_and_what_is_divided_is_not()
     assert F.cosine_similarity(torch.autograd.grad(y.sin().sum(), x)[0], expected, dim=-1).min() > 0.99
 
 
-def test_products_of_statistics_with_weights_are_activations() -> None:
+def test_products_of_statistics_with_weights_and_buffers_that_are_filled_are_activations() -> None:
     net, x = nn.Linear(SIDE, SIDE), torch.randn(4, SIDE, SIDE, requires_grad=True)
     with CompressionStage(net, lossy="int8", min_bytes=0) as stage:
         net((x * 1.0).mean(1)).sin()
     assert stage.report.kinds["int8"] == 1  # the product, not the mean
+    with CompressionStage(net, lossy="int8", min_bytes=0) as stage:
+        filled = torch.ones(SIDE, SIDE)
+        filled.mul_(x[0] * 1.0)
+        filled.sin()
+    assert stage.report.kinds["int8"] == 1
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -562,6 +562,35 @@ def test_relu_whose_save_failed_elsewhere_is_not_taken_for_a_new_one(error_in: s
     assert torch.equal(torch.autograd.grad(product, w)[0], y.detach().t() @ torch.ones(SIDE, SIDE))
 
 
+QUIET = {
+    "multiplied": lambda y: y.data.mul_(-1),
+    "zeroed": lambda y: y.data.zero_(),
+    "a part": lambda y: y.data[3].fill_(2.0),
+    "foreach": lambda y: torch._foreach_neg_([y.data]),
+}
+
+
+@pytest.mark.parametrize("write", QUIET)
+@pytest.mark.parametrize("lossy", [None, "int8"])
+def test_what_is_written_to_data_after_the_save_reaches_the_backward_as_in_plain(write: str, lossy: str | None) -> None:
+    results = []
+    for context in (nullcontext(), CompressionStage(min_bytes=0, lossy=lossy)):
+        x, w = matrix(), matrix(1)
+        with context:
+            y = F.relu(x * 1)
+            z = (w * 1).sin() if lossy is not None else w
+            mask = torch.empty_like(x).bernoulli_(0.5, generator=torch.Generator().manual_seed(0))
+            loss = (y * 2).sum() + (w * mask).sum() + (z.cos().sum() if lossy is not None else 0)
+            for tensor in (y, mask, *([z] if lossy is not None else [])):
+                QUIET[write](tensor)
+        results.append(torch.autograd.grad(loss, [x, w]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.allclose(results[0][1], results[1][1], rtol=0.05, atol=0.05)
+    if lossy is not None:
+        return
+    assert torch.equal(results[0][1], results[1][1])
+
+
 def test_empty_tensors_are_left_alone() -> None:
     x = torch.randn(0, 4, requires_grad=True)
     with CompressionStage(min_bytes=0, lossy="int8") as stage:

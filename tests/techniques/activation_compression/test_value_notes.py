@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_vram.techniques.activation_compression.value_notes import ValueNotes
@@ -79,15 +79,24 @@ def test_indices_that_are_written_to_are_none_any_more(name: str) -> None:
         assert notes.largest_index(indices) is None
 
 
-def test_writes_are_counted_also_where_autograd_counts_none() -> None:
+def test_writes_are_told_also_where_autograd_counts_none() -> None:
+    class Listener:
+        def __init__(self) -> None:
+            self.writes = []
+
+        def on_write(self, target: Tensor, *, is_certain: bool) -> None:
+            self.writes.append((target.untyped_storage()._cdata, is_certain))
+
     with ValueNotes(notes_exact=False) as notes:
+        notes.listener = Listener()
         x = torch.ones(4)
-        notes.writes.clear()
+        notes.listener.writes.clear()
         x.data.mul_(2)
         assert x._version == 0
         torch._foreach_mul_([x[:2]], 2.0)
         quiet_write(x)  # it may have written
-        assert notes.writes.count(x) == 3
+        storage = x.untyped_storage()._cdata
+        assert notes.listener.writes == [(storage, True), (storage, True), (storage, False)]
 
 
 def test_foreach_writes_keep_counting_versions() -> None:
@@ -145,8 +154,40 @@ def test_notes_keep_nothing_alive_and_die_with_the_memory() -> None:
             del other
 
 
+EXACT = {
+    "mean of layer norm": lambda x: torch.native_layer_norm(x, [8], None, None, 1e-5)[1],
+    "scale of layer norm": lambda x: torch.native_layer_norm(x, [8], None, None, 1e-5)[2],
+    "mean of batch norm": lambda x: torch.ops.aten._native_batch_norm_legit(
+        x, None, None, torch.zeros(8), torch.ones(8), True, 0.1, 1e-5
+    )[1],
+    "logsumexp of attention": lambda x: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        x[None, None], x[None, None], x[None, None]
+    )[1],
+    "mean": lambda x: x.mean(0),
+    "rsqrt": lambda x: x.rsqrt(),
+    "cast weight": lambda x: nn.Parameter(x).to(torch.bfloat16),
+    "view of a cast weight": lambda x: nn.Parameter(x).to(torch.bfloat16).t(),
+    "merged weight": lambda x: nn.Parameter(x) + nn.Parameter(x) @ nn.Parameter(x) * 0.5,
+}
+NOT_EXACT = {
+    "layer norm": lambda x: torch.native_layer_norm(x, [8], None, None, 1e-5)[0],
+    "product with a weight": lambda x: x @ nn.Parameter(x),
+    "cast": lambda x: x.to(torch.bfloat16),
+    "second of a split": lambda x: x.split(4)[1],
+    "sum with a weight": lambda x: x + nn.Parameter(x),
+}
+
+
+@pytest.mark.parametrize("name", [*EXACT, *NOT_EXACT])
+def test_statistics_and_weights_are_noted_as_exact(name: str) -> None:
+    with ValueNotes(notes_exact=True) as notes:
+        result = {**EXACT, **NOT_EXACT}[name](torch.rand(8, 8))
+        assert notes.is_exact(result) == (name in EXACT)
+
+
 def test_fake_tensors_get_the_same_notes() -> None:
     with FakeTensorMode(), ValueNotes(notes_exact=True) as notes:
         x = torch.randn(4, 3, 8, 8)
         assert notes.largest_index(F.max_pool2d(x, 2, return_indices=True)[1]) == 63
         assert notes.may_be_two_valued(torch.empty(4).bernoulli_(0.5).div_(0.5))
+        assert notes.is_exact(torch.native_layer_norm(x, [8], None, None, 1e-5)[1])
