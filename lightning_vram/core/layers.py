@@ -7,9 +7,10 @@ import difflib
 import re
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from math import isqrt
 from typing import Any, Literal, TypeGuard
@@ -231,6 +232,36 @@ def other_owners(model: nn.Module, layers: Collection[nn.Module]) -> set[int]:
     }
 
 
+def choose_able(
+    model: nn.Module, layers: LayerPattern | Sequence[LayerPattern], why_not: Callable[[nn.Module], str | None]
+) -> dict[str, nn.Module]:
+    """Return, by first name, the layers whose weight can be quantized for all that read it.
+
+    ``layers``: ``"auto"`` for all of them; else those that patterns name, and those inside. ``why_not`` says what
+    speaks against a layer, or ``None``. Raises ``ValueError`` if a pattern names none, or a shared weight.
+    """
+    names = name_layers(model)
+    able = {name: layer for name, layer in names.items() if why_not(layer) is None}
+    found = able if layers == "auto" else {}
+    for pattern in [layers] if isinstance(layers, str | type) else layers:
+        if layers != "auto":
+            matched = match_layers(pattern, names, type(model).__name__)
+            inside = {name: able[name] for name in able if any(f"{name}.".startswith(f"{one}.") for one in matched)}
+            if not inside:
+                reason = why_not(names[matched[0]])
+                raise ValueError(f"layers={pattern!r} names {matched[0]!r}, which has nothing to quantize: {reason}.")
+            found = found | inside
+    first = {layer: name for name, layer in reversed(found.items())}
+    others = other_owners(model, first)
+    shared = [name for layer, name in first.items() if id(own_parameters(layer)["weight"]) in others]
+    if shared and layers != "auto":
+        raise ValueError(
+            f"layers={layers!r} names {shared[0]!r}, which shares its weight with a module that is not quantized: name "
+            "other layers."
+        )
+    return {name: layer for name, layer in found.items() if first[layer] == name and name not in shared}
+
+
 def outermost(matched: set[str], names: dict[str, nn.Module]) -> list[Layer]:
     """The matches that are inside no other, each module once, in the model's order."""
     found: dict[nn.Module, str] = {}
@@ -384,9 +415,8 @@ def _find_bodies(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern]
     return list(selection.layers)
 
 
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.running: list[nn.Module] = []
+class _OfThread(threading.local):
+    num_running = 0
 
 
 class RunningLayers:
@@ -394,31 +424,23 @@ class RunningLayers:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = list(dict.fromkeys(layers))
-        self._stack = _Stack()
+        self._here = _OfThread()
 
     @property
     def is_inside(self) -> bool:
         """Whether one of the layers is running in this thread."""
-        return bool(self._stack.running)
+        return self._here.num_running > 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch inside the block."""
-        self._stack = _Stack()
+        self._here = _OfThread()  # an error that is no Exception leaves layers without a word
         with ExitStack() as stack:
             for layer in self._layers:
-                stack.callback(layer.register_forward_pre_hook(self._enter, prepend=True).remove)
-                stack.callback(layer.register_forward_hook(self._leave, always_call=True).remove)
+                stack.callback(layer.register_forward_pre_hook(partial(self._count, 1), prepend=True).remove)
+                stack.callback(layer.register_forward_hook(partial(self._count, -1), always_call=True).remove)
             yield
 
-    def _enter(self, layer: nn.Module, args: Any) -> None:
+    def _count(self, number: int, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._stack.running.append(layer)
-
-    def _leave(self, layer: nn.Module, args: Any, result: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        running = self._stack.running
-        while layer in running:  # what is above it was left by an error that is no Exception
-            if running.pop() is layer:
-                break
+            self._here.num_running += number

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from lightning_vram.core.layers import LayerPattern, match_layers, name_layers, other_owners
+from lightning_vram.core.layers import LayerPattern, choose_able, name_layers
 from lightning_vram.core.patching import plain_class_forward, restore_class, swap_class
 from lightning_vram.private_names.torch import convolve_with, own_buffers, own_parameters
 
@@ -162,24 +162,11 @@ def apply_fake_quantization(
         >>> model(torch.randn(4, 8)).sum().backward()
         >>> quantization.remove()
     """
-    names = name_layers(model)
-    able = {name: layer for name, layer in names.items() if is_able(layer)}
-    if layers != "auto":
-        able = _within(able, names, layers, type(model).__name__)
-    others = other_owners(model, able.values())
-    shared = [name for name, layer in able.items() if id(own_parameters(layer)["weight"]) in others]
-    if shared and layers != "auto":
-        raise ValueError(
-            f"layers={layers!r} names {shared[0]!r}, which shares its weight with a module that is not rounded: "
-            "name other layers."
-        )
-    able = {name: layer for name, layer in able.items() if name not in shared}
-    quantization, seen = FakeQuantization(int(scheme.removeprefix("int"))), set[int]()
+    chosen = choose_able(model, layers, _why_not)
+    quantization = FakeQuantization(int(scheme.removeprefix("int")))
     try:
-        for name, layer in able.items():
-            if id(layer) not in seen:
-                seen.add(id(layer))
-                quantization.add(name, layer)
+        for name, layer in chosen.items():
+            quantization.add(name, layer)
         quantization.hooks = avoid_fast_paths(model)
     except BaseException:
         quantization.remove()
@@ -228,22 +215,8 @@ def _run(layer: nn.Module, state: _State, original: Callable[..., Tensor], /, in
     return call_with(layer, input, round_weight(layer.get_parameter("weight"), shared.bits))
 
 
-def _within(
-    able: dict[str, nn.Module],
-    names: dict[str, nn.Module],
-    layers: LayerPattern | Sequence[LayerPattern],
-    model: str,
-) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    for pattern in [layers] if isinstance(layers, str | type) else layers:
-        matched = match_layers(pattern, names, model)
-        inside = {name: able[name] for name in able for one in matched if f"{name}.".startswith(f"{one}.")}
-        if not inside:
-            raise ValueError(
-                f"layers={pattern!r} names {matched[0]!r}, which is no linear layer or convolution, and has none."
-            )
-        found |= inside
-    return found
+def _why_not(layer: nn.Module) -> str | None:
+    return None if is_able(layer) else "it is no stock linear layer or convolution with a weight of its own"
 
 
 def _range(layer: nn.Module) -> Tensor:

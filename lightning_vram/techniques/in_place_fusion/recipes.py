@@ -6,6 +6,7 @@ the tensor was computed from.
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,18 +26,6 @@ class Saved:
     :meth:`restore` serves autograd, and raises if it was overwritten; :meth:`read` gives recipes what it held then.
     ``taken``: what another stage, or a mask as bits, has of it: a snapshot, which no write reaches.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_copy",
-        "_shape",
-        "is_end",
-        "is_overwritten",
-        "num_bytes",
-        "taken",
-        "tensor",
-        "version",
-    )
 
     def __init__(self, tensor: Tensor, taken: StoredTensor | None) -> None:
         # An alias without grad_fn: the tensor itself would be a reference cycle through its node.
@@ -135,23 +124,19 @@ class Value(weakref.ref[Tensor]):
         return self.dropped() if self.dropped is not None else None
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Dropped:
     """A tensor that autograd saved and that is recomputed in its backward."""
 
-    __slots__ = (
-        *("__weakref__", "cache", "counter", "depth", "num_saved", "num_waiting"),
-        *("shape", "sources", "value", "version"),
-    )
-
-    def __init__(self, value: Value, sources: "list[Saved | Dropped]", depth: int, tensor: Tensor) -> None:
-        self.value = value
-        self.sources = sources  # keeps them alive
-        self.depth = depth  # operators to run one after the other
-        self.counter = version_counter(tensor)
-        self.version = num_writes(tensor)
-        self.shape = tensor.shape
-        self.num_saved = self.num_waiting = 0  # operators that will ask for it, and those that have not yet
-        self.cache: Tensor | None = None  # made, and more that wait for it
+    value: Value
+    sources: "list[Saved | Dropped]"  # keeps them alive
+    depth: int  # operators to run one after the other
+    counter: Tensor
+    version: int
+    shape: torch.Size
+    num_saved: int = 0  # operators that will ask for it
+    num_waiting: int = 0  # those that have not yet
+    cache: Tensor | None = None  # made, and more that wait for it
 
 
 class MaskValue(Value):
@@ -169,35 +154,22 @@ class CopyValue(Value):
     is_copy = True
 
 
+@dataclass(slots=True, eq=False)
 class Recipe:
     """One call of a cheap operator, or of a function below, with values in the place of tensors."""
 
-    __slots__ = (
-        *("args", "depth", "function", "held", "inputs", "is_used"),
-        *("key", "kwargs", "position", "siblings", "strides"),
-    )
-
-    def __init__(
-        self,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        inputs: list[Value],
-        position: int = 0,
-        depth: int = 1,
-    ) -> None:
-        self.function = function
-        self.args = args
-        self.kwargs = kwargs
-        self.inputs = inputs
-        self.position = position  # among the cheap operators of one run
-        self.depth = depth  # views cost nothing
-        self.key: int | None = None
-        self.is_used = False  # to make a dropped tensor
-        self.held: list[Saved | Dropped] | None = None  # inputs that would be gone before the result is saved
-        self.siblings: list[weakref.ref[Value]] | None = None
-        # The in-place form leaves those of its target, and kernels round by strides: a vectorised loop not as its rest.
-        self.strides: tuple[int, ...] | None = None
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] | None
+    inputs: list[Value]
+    position: int = 0  # among the cheap operators of one run
+    depth: int = 1  # views cost nothing
+    key: int | None = None
+    is_used: bool = False  # to make a dropped tensor
+    held: list[Saved | Dropped] | None = None  # inputs that would be gone before the result is saved
+    siblings: list[weakref.ref[Value]] | None = None
+    # The in-place form leaves those of its target, and kernels round by strides: a vectorised loop not as its rest.
+    strides: tuple[int, ...] | None = None
 
     def identify(self) -> int:
         """Return a number for the operators it consists of and their places in the run, down to what is costly."""

@@ -32,6 +32,7 @@ from lightning_vram.core.tensors.properties import (
     check_version,
     is_sharded,
     is_strided,
+    version_counter,
 )
 from lightning_vram.memory.storages import NO_VERSION, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
@@ -341,7 +342,7 @@ class Recomputation(SavedTensorStage):
                 return None
         recipe.held = None
         self._recorder.mark_used(value)
-        dropped = Dropped(value, sources, found[1], tensor)
+        dropped = Dropped(value, sources, found[1], version_counter(tensor), num_writes(tensor), tensor.shape)
         value.dropped = weakref.ref(dropped)
         if self._owns_memory(recipe):
             self.report.dropped_bytes += tensor.nbytes

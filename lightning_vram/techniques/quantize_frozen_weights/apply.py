@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_vram.core.layers import LayerPattern, match_layers, name_layers, other_owners
+from lightning_vram.core.layers import LayerPattern, choose_able, name_layers
 from lightning_vram.core.tensors.properties import PARAMETER_CLASSES
 from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.torch import own_buffers, own_parameters
@@ -33,50 +33,6 @@ _LATE = (
     "in configure_model before fully_shard"
 )
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def find_able(model: nn.Module, names: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the layers that can be quantized, as can all that share their weight."""
-    for name, layer in names.items():
-        if why_not(layer) == _LATE:
-            raise ValueError(f"{name!r} cannot be quantized: {_LATE}.")
-    able = _by_first_name({name: layer for name, layer in names.items() if why_not(layer) is None})
-    others = other_owners(model, able.values())
-    return {name: layer for name, layer in able.items() if id(own_parameters(layer)["weight"]) not in others}
-
-
-def find_named(
-    model: nn.Module, names: dict[str, nn.Module], layers: LayerPattern | Sequence[LayerPattern]
-) -> dict[str, nn.Module]:
-    """Return the layers that ``layers`` names, or those inside that can be quantized."""
-    found: dict[str, nn.Module] = {}
-    for pattern in [layers] if isinstance(layers, str | type) else layers:
-        before = len(found)
-        for name in (matched := match_layers(pattern, names, type(model).__name__)):
-            found |= _able_inside(name, names, f"layers={pattern!r}")
-        if len(found) == before:
-            raise ValueError(f"layers={pattern!r} names {matched[0]!r}, which has no frozen layer to quantize.")
-    found = _by_first_name(found)
-    others = other_owners(model, found.values())
-    for name, layer in found.items():
-        if id(own_parameters(layer)["weight"]) in others:
-            raise ValueError(f"{name!r} cannot be quantized: a module that layers= does not name shares its weight.")
-    return found
-
-
-def _able_inside(name: str, names: dict[str, nn.Module], argument: str) -> dict[str, nn.Module]:
-    reason = why_not(names[name])
-    if reason is None:
-        return {name: names[name]}
-    if isinstance(names[name], _KINDS) or not any(names[name].children()):
-        raise ValueError(f"{argument} names {name!r}, which cannot be quantized: {reason}.")
-    inside = {other: layer for other, layer in names.items() if other.startswith(f"{name}.")}
-    return {other: layer for other, layer in inside.items() if why_not(layer) is None}
-
-
-def _by_first_name(layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    first = {layer: name for name, layer in reversed(layers.items())}
-    return {name: layer for name, layer in layers.items() if first[layer] == name}
 
 
 def why_not(layer: nn.Module) -> str | None:
@@ -146,8 +102,10 @@ def quantize_frozen_weights(  # noqa: PLR0913 - by name
         >>> quantized.remove()
     """
     packing = Packing(bits, block_size)
-    names = name_layers(model)
-    chosen = find_able(model, names) if layers == "auto" else find_named(model, names, layers)
+    late = next((name for name, layer in name_layers(model).items() if why_not(layer) == _LATE), None)
+    if late is not None and layers == "auto":
+        raise ValueError(f"{late!r} cannot be quantized: {_LATE}.")
+    chosen = choose_able(model, layers, why_not)
     for name, layer in chosen.items():
         known = quantized_weight(layer)
         if known is not None and known.form.packing != packing:

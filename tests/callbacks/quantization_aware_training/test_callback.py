@@ -190,8 +190,8 @@ def test_a_head_that_shares_the_weight_of_an_embedding_is_left_alone_and_refused
     assert [*apply_fake_quantization(model).layers] == [name for name in names if name != "net.head"]
     with pytest.raises(
         ValueError,
-        match=r"^layers='net\.head' names 'net\.head', which shares its weight with a module that is not rounded: name "
-        r"other layers\.$",
+        match=r"^layers='net\.head' names 'net\.head', which shares its weight with a module that is not quantized: "
+        r"name other layers\.$",
     ):
         apply_fake_quantization(model, layers="net.head")
     assert [*apply_fake_quantization(ByteGPT(1, 16, 2, 8, tie_head=False)).layers] == names
@@ -303,7 +303,7 @@ def test_what_cannot_work_is_refused(others, options, message, fit):
 def test_a_model_without_layers_and_files_of_others_are_named(fit, tmp_path):
     with pytest.warns(UserWarning, match="^QuantizationAwareTraining does nothing: LitTiny has no linear layer or"):
         fit(QuantizationAwareTraining(), net=Layerless)
-    with pytest.raises(ValueError, match=r"^layers='net\.1' names 'net\.1', which is no linear layer or convolution"):
+    with pytest.raises(ValueError, match=r"^layers='net\.1' names 'net\.1', which has nothing to quantize: it is no"):
         fit(QuantizationAwareTraining(layers="net.1"))
     torch.save({}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=r"^load_quantized\(path\) must be a file of QuantizationAwareTraining, got"):

@@ -421,7 +421,7 @@ WHY_NOT = {
 
 @pytest.mark.parametrize("name", WHY_NOT)
 def test_what_cannot_be_quantized_is_named_or_left_alone(name):
-    message = f"layers={name!r} names {name!r}, which cannot be quantized: {WHY_NOT[name]}."
+    message = f"layers={name!r} names {name!r}, which has nothing to quantize: {WHY_NOT[name]}."
     model = Odd()
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         quantize_frozen_weights(model, layers=name)
@@ -429,10 +429,12 @@ def test_what_cannot_be_quantized_is_named_or_left_alone(name):
 
 
 def test_weights_that_others_have_and_blocks_without_frozen_layers_are_refused():
-    message = "'tied' cannot be quantized: a module that layers= does not name shares its weight."
+    message = (
+        "layers='tied' names 'tied', which shares its weight with a module that is not quantized: name other layers."
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         quantize_frozen_weights(Odd(), layers="tied")
-    with pytest.raises(ValueError, match=r"^layers='block' names 'block', which has no frozen layer to quantize\.$"):
+    with pytest.raises(ValueError, match=r"^layers='block' names 'block', which has nothing to quantize: it is a"):
         quantize_frozen_weights(Odd(), layers="block")
 
 
