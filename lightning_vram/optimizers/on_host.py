@@ -22,6 +22,7 @@ from lightning_vram.optimizers.moment_forms import LowPrecisionStates, StateForm
 from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.step_loop import step_flat_shards, step_in_parts
 from lightning_vram.optimizers.step_round import (
+    KnownStates,
     Member,
     StepRound,
     StepTakeOver,
@@ -160,6 +161,7 @@ class HostOptimizers(StepTakeOver):
         self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
         self.unheld: set[nn.Parameter] = set()  # trained parameters whose moments cannot have the form
         self._stored: dict[int, StoredStates] = {}  # by id of the optimizer
+        self._known: dict[int, KnownStates] = {}  # by id of the optimizer
         self._fresh: list[Member] = []  # of the step, without states
         self._stateless: set[nn.Parameter] = set()  # without states after a step, as of SGD
         self._factors: dict[int, Tensor] = {}  # of pending gradient scaling, by id of the optimizer
@@ -237,6 +239,7 @@ class HostOptimizers(StepTakeOver):
 
     def finish(self) -> None:
         """Wait until all steps are over, and raise their errors."""
+        self._known.clear()  # code may free states next
         self._sharding.wait_for_steps()
         if self._worker is not None:
             self._worker.check()
@@ -252,7 +255,7 @@ class HostOptimizers(StepTakeOver):
             replace_parameters(optimizer, replaced)
             if self._form is not None and id(optimizer) in self._stored:
                 upcast_when_stepped(optimizer)
-        self._stored, self._groups, self._stateless = {}, {}, set()
+        self._stored, self._known, self._groups, self._stateless = {}, {}, {}, set()
         self._attached, self._taken = [], []
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -280,7 +283,8 @@ class HostOptimizers(StepTakeOver):
         return loss
 
     def _begin_round(self, optimizer: Optimizer, factor: Tensor | None = None) -> StepRound:
-        return StepRound(optimizer, is_on_host=self._is_on_host, factor=factor)
+        known = self._known.setdefault(id(optimizer), {})
+        return StepRound(optimizer, is_on_host=self._is_on_host, factor=factor, known=known)
 
     def arrange_by_forward(self) -> None:
         """Order jobs as the next forward needs them: first layers first, averages last."""

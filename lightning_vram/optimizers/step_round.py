@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -185,13 +186,17 @@ class Member:
     own_gradient: Tensor | None = None  # of the parameter, which may have lost it when it is stepped
 
 
+KnownStates = dict[nn.Parameter, tuple[list[Any], State]]  # values of the optimizer, and local tensors
+
+
 class StepRound:
     """One step, with the settings (such as learning rates) at the time this is created.
 
     The step runs on local tensors: an operator on a ``DTensor`` costs ten times as much for small parameters. On the
     host it uses the fused kernel if the user chose none by ``fused`` or ``foreach``: only this one reaches the memory
     bandwidth; its last bit differs from the others. Gradients are multiplied by ``factor`` first, in place. States of
-    ``contiguous`` parameters are contiguous, whatever their own order in memory is.
+    ``contiguous`` parameters are contiguous, whatever their own order in memory is. ``known``: of sharded parameters,
+    kept from step to step, so that states are read again only if code has replaced them.
     """
 
     def __init__(
@@ -201,8 +206,10 @@ class StepRound:
         is_on_host: bool,
         factor: Tensor | None = None,
         contiguous: Container[nn.Parameter] = (),
+        known: KnownStates | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self._known: KnownStates = {} if known is None else known
         self.factor = factor
         self._attributes = dict(vars(optimizer))
         self._is_on_host, self._contiguous = is_on_host, contiguous
@@ -228,7 +235,15 @@ class StepRound:
             # Past the classes of shards and 16-bit gradients, by which a read would join or upcast them.
             shard = own_shard_of(parameter) if is_sharded else parameter
             gradient = own_shard_of(own_gradient) if isinstance(own_gradient, DTensor) else own_gradient
-            local = self._read_state(index, parameter, shard)
+            values, local = self._known.get(parameter, ([], {}))
+            if len(values) == len(state) > 0 and all(map(is_, values, state.values())):
+                local = dict(local)
+                if isinstance(step := state.get("step"), Tensor):
+                    local["step"] = step.detach()  # its memory may be another
+            else:
+                local = self._read_state(index, parameter, shard)
+                if is_sharded:
+                    self._known[parameter] = [*state.values()], dict(local)
             members.append(Member(index, number, parameter, shard, gradient, state, local, own_gradient))
         return members
 
