@@ -1,6 +1,7 @@
 """What cannot work on shards is refused before training, in one sentence."""
 
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -133,7 +134,12 @@ def _fail(trainer, model, tmp_path):
             try:
                 call(*arguments)
             except Exception as error:
-                (tmp_path / f"rank{self.global_rank}").write_text(f"{type(error).__name__}: {error}")
+                part = tmp_path / f"part{self.global_rank}"
+                part.write_text(f"{type(error).__name__}: {error}")
+                part.rename(tmp_path / f"rank{self.global_rank}")
+                end = time.monotonic() + 10  # the first that ends has the others killed
+                while len(list(tmp_path.glob("rank*"))) < self.world_size and time.monotonic() < end:
+                    time.sleep(0.01)
                 raise
 
         def setup_environment(self):
