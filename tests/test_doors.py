@@ -80,6 +80,6 @@ def test_few_files_have_to_be_read_to_follow_a_training_step():
     command = [sys.executable, "-m", "tests.benchmarks.files_per_step", "fsdp_offload", "all four"]
     printed = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, check=True).stdout
     alone, together = ([*map(int, line.split()[-3:])] for line in printed.splitlines()[-2:])
-    assert 10 < together[0] <= 45, printed
+    assert 10 < together[0] <= 35, printed
     assert alone[1] <= 1500, printed  # calls, for 28 parameters
     assert alone[2] <= 700, printed  # changes of file
