@@ -103,7 +103,8 @@ def _draw_rows(rows: Rows, left: float, y: float, right: float) -> tuple[str, fl
         for words in wrap_name(first, _LETTERS):
             y += _LINE
             drawn += text_at(left + indent, y, words, "" if others else "strong")
-        y += _LINE * (bool(others) and len("".join((first, *others))) > _LETTERS)  # else beside the name
+        if others and len("".join((first, *others))) > _LETTERS:
+            y += _LINE  # numbers stand below a name that leaves them no room
         drawn += _numbers(others, right, y, "end faint")
     return drawn, y + 2 * _LINE
 
