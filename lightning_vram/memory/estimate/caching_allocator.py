@@ -247,11 +247,12 @@ class CachingAllocator:
         return last
 
 
+_DROPOUT = "aten.native_dropout.default"  # returns its mask second, and makes it first
 _SUM = "aten.add.Tensor"
 
 
 def as_on_gpu(timeline: MemoryTimeline) -> MemoryTimeline:
-    """Return a timeline as long, in which autograd sums gradients in place.
+    """Return a timeline as long, in which dropout makes its mask first and autograd sums gradients in place.
 
     Autograd adds to a gradient that nobody else holds, but never to a fake one (``can_accumulate_inplace`` of
     torch/csrc/autograd/input_buffer.cpp): there the sum is made before its parts are dropped.
@@ -260,8 +261,13 @@ def as_on_gpu(timeline: MemoryTimeline) -> MemoryTimeline:
     for index in range(len(events) - 1):
         first, second = events[index : index + 2]
         made = timeline.allocations[first.allocation]
-        is_autograd = made.op == _SUM and not made.module and first.phase is Phase.BACKWARD
-        if is_autograd and 0 < first.change_bytes == -second.change_bytes and first.allocation != second.allocation:
+        if made.op == _DROPOUT:
+            is_next = second.allocation == first.allocation + 1  # of the same call: the mask is the smaller result
+            is_late = is_next and first.change_bytes > second.change_bytes > 0
+        else:
+            is_autograd = made.op == _SUM and not made.module and first.phase is Phase.BACKWARD
+            is_late = is_autograd and 0 < first.change_bytes == -second.change_bytes
+        if is_late and first.allocation != second.allocation:
             events[index : index + 2] = second, first
     return replace(timeline, events=tuple(events))
 

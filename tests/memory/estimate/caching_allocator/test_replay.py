@@ -107,6 +107,11 @@ def orders(ops, changes, module=""):
     return [event.allocation for event in as_on_gpu(timeline_of(made, changes)).events]
 
 
+def test_dropout_makes_its_mask_first():
+    ops = ["aten.native_dropout.default"] * 2
+    assert orders(ops, [(0, 4, FORWARD), (1, 1, FORWARD)]) == [1, 0]
+
+
 def test_gradients_are_summed_in_place_by_autograd_and_by_nobody_else():
     ops = ["aten.mm.default", "aten.add.Tensor"]
     changes = [(0, 4, BACKWARD), (1, 4, BACKWARD), (0, -4, BACKWARD)]
