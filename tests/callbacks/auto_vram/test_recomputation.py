@@ -66,13 +66,20 @@ class TwoPasses(pl.LightningModule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["a flag", "a view", "a context variable"])
-def test_a_plan_trains_as_the_run_without_it(change, make_trainer):
-    auto, schemes, fitted = AutoVRAM("1300KiB", allow="lossless"), [], []
+@pytest.mark.parametrize(
+    ("change", "budget", "technique"),
+    [
+        ("a flag", "1300KiB", "TokenTiling"),
+        ("a context variable", "1300KiB", "TokenTiling"),
+        ("a view", "1600KiB", "ActivationCheckpointing"),  # plans leave modules that hold such tensors without tiles
+    ],
+)
+def test_a_plan_trains_as_the_run_without_it(change, budget, technique, make_trainer):
+    auto, schemes, fitted = AutoVRAM(budget, allow="lossless"), [], []
     auto.on_train_start = lambda trainer, pl_module: schemes.append(str(auto.scheme))
     for callbacks in ([], [auto]):
         fitted.append(TwoPasses(change))
         make_trainer(callbacks=callbacks, max_steps=3, limit_val_batches=0).fit(fitted[-1])
-    assert "TokenTiling" in schemes[0]
+    assert technique in schemes[0]
     for one, other in zip(fitted[1].parameters(), fitted[0].parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
