@@ -399,11 +399,6 @@ def group_reader(kind: type[Optimizer]) -> object:
     return getattr(kind, "_init_group", None)
 
 
-def note_step(optimizer: Optimizer) -> None:
-    """Mark for learning-rate schedulers that ``optimizer`` stepped."""
-    vars(optimizer)["_opt_called"] = True
-
-
 def is_wrapped_by_scheduler(step: object) -> bool:
     """Whether ``step`` is a scheduler's wrapper, which only records the call."""
     return isinstance(step, FunctionType) and hasattr(step, "_wrapped_by_lr_sched")
