@@ -36,7 +36,7 @@ from lightning_vram.optimizers.step_round import (
     why_not_steppable,
 )
 from lightning_vram.private_names.fsdp2 import calls_derived_dispatch, local_shard
-from lightning_vram.private_names.torch import has_step_hooks
+from lightning_vram.private_names.torch import step_pre_hooks
 from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, fp32_part, low_precision_of
 
 
@@ -263,7 +263,7 @@ class HostOptimizers(StepTakeOver):
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         loss, self._submitted = None, []
         if closure is not None:
-            if self.may_step_early(closure) and not has_step_hooks(optimizer):
+            if self.may_step_early(closure) and len(step_pre_hooks(optimizer)) == 1:  # is ours
                 self._early, self._round = optimizer, None
             try:
                 loss = closure()

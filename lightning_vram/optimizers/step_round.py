@@ -406,7 +406,6 @@ def _freeze(group: dict[str, Any]) -> dict[str, Any]:
 
 _living: "WeakKeyDictionary[StepTakeOver, None]" = WeakKeyDictionary()  # in the order of their creation
 _hooks: list[RemovableHandle] = []  # one, while there may be any
-_OWNERS = "_lightning_vram_owners"  # on optimizers: those who step it, the last one now
 
 
 class StepTakeOver(ABC):
@@ -416,7 +415,7 @@ class StepTakeOver(ABC):
         self._taken: dict[Optimizer, Any] = {}  # what this steps, with what a subclass needs for it
         self._handles: list[RemovableHandle] = []  # of hooks of optimizers
         if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(_redirect))
+            _hooks.append(register_optimizer_step_pre_hook(_attach_new))
         _living[self] = None
 
     @abstractmethod
@@ -436,8 +435,6 @@ class StepTakeOver(ABC):
         for handle in self._handles:
             handle.remove()
         taken, self._taken, self._handles = list(self._taken), {}, []
-        for optimizer in taken:
-            vars(optimizer)[_OWNERS].remove(self)
         _living.pop(self, None)
         while _hooks and not _living:
             _hooks.pop().remove()
@@ -445,28 +442,29 @@ class StepTakeOver(ABC):
 
     def _take(self, optimizer: Optimizer, needed: Any = None) -> None:
         self._taken[optimizer] = needed
-        vars(optimizer).setdefault(_OWNERS, []).append(self)  # which lives as long as the optimizer, whoever forgets it
+        self._handles.append(optimizer.register_step_pre_hook(self._replace_step))
+
+    def _replace_step(
+        self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Replace a step that begins: it cannot be stopped, but a twin without parameters only calls its closure."""
+        if owner_of(optimizer) is not self:
+            return None
+        step = partial(self._step, optimizer, args[1] if len(args) > 1 else kwargs.get("closure"))
+        return (make_twin(type(optimizer), vars(optimizer), [], {}), torch.enable_grad()(step)), {}
 
 
 def owner_of(optimizer: Optimizer) -> StepTakeOver | None:
     """Return the last object that took ``optimizer``, if it still has it."""
-    return next(reversed(vars(optimizer).get(_OWNERS, ())), None)
+    return next((owner for owner in reversed(list(_living)) if optimizer in owner._taken), None)
 
 
-def _redirect(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Replace a step that begins, between its hooks."""
+def _attach_new(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+    """Let an optimizer that was made meanwhile be taken before its first step: a hook of all steps."""
     if owner_of(optimizer) is None:
-        for one in list(_living):
-            if one._has_ours(optimizer):
-                one.attach([optimizer])
-    owner = owner_of(optimizer)
-    if owner is None:
-        return None
-    step = partial(owner._step, optimizer, args[1] if len(args) > 1 else kwargs.get("closure"))
-    # The running step cannot be stopped, but it begins with its closure, and has no parameters.
-    return (make_twin(type(optimizer), vars(optimizer), [], {}), torch.enable_grad()(step)), {}
+        for owner in list(_living):
+            if owner._has_ours(optimizer):
+                owner.attach([optimizer])
 
 
 def can_step_wholes(optimizer: Optimizer) -> bool:

@@ -385,8 +385,8 @@ FOREACH_TYPES: tuple[list[Any], ...] = (_foreach_supported_types, _foreach_utils
 """The lists of tensor classes that foreach kernels support."""
 
 
-has_step_hooks: Callable[[Optimizer], Any] = attrgetter("_optimizer_step_pre_hooks")
-"""Return the hooks that run before the step of an optimizer, true if there are any."""
+step_pre_hooks: Callable[[Optimizer], Any] = attrgetter("_optimizer_step_pre_hooks")
+"""Return the hooks that run before the step of an optimizer."""
 
 
 def is_initialized(optimizer: Optimizer) -> bool:
