@@ -421,14 +421,14 @@ class LeanParameters(StepTakeOver):
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Step optimizers in fp32 from now on; refuse all if one with bf16 weights cannot step in chunks."""
-        fresh = [optimizer for optimizer in optimizers if optimizer not in self._taken]
-        for optimizer in fresh:
-            if self._has_ours(optimizer) and (objection := why_not_steppable(optimizer)):
+        fresh = {optimizer: why_not_steppable(optimizer) for optimizer in optimizers if optimizer not in self._taken}
+        for optimizer, objection in fresh.items():
+            if objection is not None and self._has_ours(optimizer):
                 raise ValueError(objection)
-        for optimizer in (one for one in fresh if why_not_steppable(one) is None):
+        for optimizer in (one for one, objection in fresh.items() if objection is None):
             refill_accumulators(optimizer, self._places)
             convert_states(optimizer, self._places, *self._dtypes)
-            self._take_over(optimizer)
+            self._take(optimizer)
             self._handles += [
                 optimizer.register_load_state_dict_pre_hook(self._held.before_load),
                 optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
@@ -487,20 +487,20 @@ class LeanParameters(StepTakeOver):
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the dtype of the parameters that are still bf16, with exact weights, and detach the optimizers."""
-        self.remove_patches()
+        taken = self.release()
         for chunk in self._chunks:
             chunk.restore()
-        for optimizer in self._taken:
+        for optimizer in taken:
             forget_optimizer_tensors(optimizer)
             convert_states(optimizer, self._places, None, None)
-        self._taken, self._chunks = [], []
+        self._chunks = []
         self._places.clear()
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
         return any(parameter in self._places for parameter in iterate_parameters(optimizer))
 
-    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        loss = self._run_closure(optimizer, closure)
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        loss = None if closure is None else closure()
         if id(optimizer) in self._has_stepped or not self._has_stepped:  # once per round of all optimizers
             self._has_stepped.clear()
             self._refuse_frozen_writes()

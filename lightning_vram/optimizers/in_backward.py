@@ -33,7 +33,6 @@ from lightning_vram.optimizers.step_round import (
 )
 from lightning_vram.private_names.ddp import drop_reduced_gradients, prepare_for_backward
 from lightning_vram.private_names.fsdp2 import local_shard
-from lightning_vram.private_names.torch import note_step
 from lightning_vram.techniques.mixed_precision import note_unscaled, unscale_part
 
 NAME = "OptimizerInBackward"
@@ -235,7 +234,6 @@ class BackwardSteps(StepTakeOver):
         self._groups: dict[nn.Parameter, dict[str, Any]] = {}  # during a backward whose moments accumulate gradients
         self._taken_in: set[nn.Parameter] = set()  # since the last step
         self._owners: dict[nn.Parameter, Optimizer] = {}  # of parameters with a hook
-        self._moments: dict[int, LowPrecisionMoments] = {}  # that step an optimizer, by its id
         self._current: OneStep | None = None
         self._again: Callable[[], None] | None = None  # runs the measured backward a second time
         self._buckets: ReducedBuckets | None = None
@@ -246,24 +244,23 @@ class BackwardSteps(StepTakeOver):
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Step these in the backward from now on; refuse all if one cannot."""
-        fresh = [one for one in optimizers if one not in self._taken]
-        for optimizer in fresh:
+        fresh: dict[Optimizer, LowPrecisionMoments | None] = {}  # with what steps its parameters
+        for optimizer in optimizers:
             owner = owner_of(optimizer)
+            fresh[optimizer] = owner if isinstance(owner, LowPrecisionMoments) else None
             why = why_not_steppable(optimizer, f"{NAME} cannot step", f"leave {NAME} out")
-            if isinstance(owner, LowPrecisionMoments):
-                self._moments[id(optimizer)] = owner
-            elif why is not None:
+            if why is not None and fresh[optimizer] is None:
                 raise ValueError(why)
             refuse_optimizer(optimizer, is_split=any(map(is_shard, iterate_parameters(optimizer))))
             if not self._keeps_gradients:
-                _refuse_accumulation(optimizer, is_stepped_here=id(optimizer) not in self._moments)
-        for optimizer in fresh:
-            self._take_over(optimizer)
+                _refuse_accumulation(optimizer, is_stepped_here=fresh[optimizer] is None)
+        for optimizer, moments in fresh.items():
+            self._take(optimizer, moments)
 
     def let_go(self) -> None:
         """Let the optimizers step by themselves again."""
-        self.remove_patches()
-        self._taken, self._owners, self._moments = [], {}, {}
+        self.release()
+        self._owners = {}
         self._current = self._again = self._buckets = None
 
     @contextmanager
@@ -336,24 +333,22 @@ class BackwardSteps(StepTakeOver):
         own = set(self._module.parameters())
         return any(parameter in own for parameter in iterate_parameters(optimizer))
 
-    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        note_step(optimizer)
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         step, loss = self._current, None
         if step is None or step.optimizer is not optimizer:
             self._hook(optimizer)  # new parameters
             step = self._current = self._begin(optimizer, closure)
         again, self._again = self._again, None
         try:
-            with torch.enable_grad():
-                if again is not None:
-                    self._run(again)
-                if closure is not None:
-                    loss = closure()
+            if again is not None:
+                self._run(again)
+            if closure is not None:
+                loss = closure()
             for parameter in iterate_parameters(optimizer):
                 if parameter in self._taken_in and parameter.grad is None and not step.has_run(parameter):
                     parameter.grad = torch.zeros_like(parameter)  # none in the last micro-batch
                 if parameter.grad is not None:
-                    self._take(step, parameter)
+                    self._use(step, parameter)
             self._taken_in.clear()
         finally:
             self._current = None
@@ -380,7 +375,7 @@ class BackwardSteps(StepTakeOver):
             is_early &= self._buckets.has_reduced
         if clipping.norm is not None and clipping.by_previous:
             is_early &= norm is not None
-        moments, factor = self._moments.get(id(optimizer)), clipping.factor(norm)
+        moments, factor = self._taken[optimizer], clipping.factor(norm)
         return OneStep(optimizer, clipping, is_early, has_to_measure, factor, moments, scaler)
 
     def _hook(self, optimizer: Optimizer) -> None:
@@ -400,9 +395,9 @@ class BackwardSteps(StepTakeOver):
             take_in(parameter, self._owners[parameter].state[parameter], self._groups[parameter])
             self._taken_in.add(parameter)
         elif step is not None and step.is_early and self._owners.get(parameter) is step.optimizer:
-            self._take(step, parameter)
+            self._use(step, parameter)
 
-    def _take(self, step: OneStep, parameter: nn.Parameter) -> None:
+    def _use(self, step: OneStep, parameter: nn.Parameter) -> None:
         """Step with a gradient, unless the optimizer no longer has the parameter."""
         if not step.take(parameter) and any(one is parameter for one in iterate_parameters(step.optimizer)):
             module = getattr(self._module, "module", self._module)  # of DDP

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.gradients import clip_factor, sharded_norm
 from lightning_vram.core.host.transfers import HostWorker, Ticket
+from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.core.tensors.properties import state_stored_like
 from lightning_vram.memory.tracking.tracker import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.moment_forms import LowPrecisionStates, StateForm, find_unsupported, upcast_when_stepped
@@ -35,7 +36,7 @@ from lightning_vram.optimizers.step_round import (
     why_not_steppable,
 )
 from lightning_vram.private_names.fsdp2 import calls_derived_dispatch, local_shard
-from lightning_vram.private_names.torch import has_step_hooks, note_step
+from lightning_vram.private_names.torch import step_pre_hooks
 from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, fp32_part, low_precision_of
 
 
@@ -154,17 +155,17 @@ class HostOptimizers(StepTakeOver):
         self._worker = HostWorker("stepping optimizers", num_threads) if sharding.landing is not None else None
         self._groups = {p.sharded_param: group for group in sharding.groups for p in group.parameters}
         self._attached: list[Optimizer] = []
+        self._patches: list[MethodPatch] = []  # of the steps of unknown classes
         self._early: Optimizer | None = None  # in the closure of its step
         self._round: StepRound | None = None  # begun in the backward
         self._early_lock = threading.Lock()  # gradients on the device land in another thread
         self._submitted: list[tuple[bool, ShardedGroup, Ticket]] = []  # of the step; whether a forward ignores them
         self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
         self.unheld: set[nn.Parameter] = set()  # trained parameters whose moments cannot have the form
-        self._stored: dict[int, StoredStates] = {}  # by id of the optimizer
-        self._known: dict[int, KnownStates] = {}  # by id of the optimizer
+        self._known: dict[Optimizer, KnownStates] = {}
         self._fresh: list[Member] = []  # of the step, without states
         self._stateless: set[nn.Parameter] = set()  # without states after a step, as of SGD
-        self._factors: dict[int, Tensor] = {}  # of pending gradient scaling, by id of the optimizer
+        self._factors: dict[Optimizer, Tensor] = {}  # of pending gradient scaling
         sharding.on_landed = self._landed
         super().__init__()
 
@@ -191,9 +192,8 @@ class HostOptimizers(StepTakeOver):
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
             ]
             if why_not_steppable(optimizer) is None:
-                self._stored[id(optimizer)] = states
                 self._handles += states.begin(optimizer)
-                self._take_over(optimizer)
+                self._take(optimizer, states)
             else:
                 self._attach_foreign(optimizer)
 
@@ -204,7 +204,7 @@ class HostOptimizers(StepTakeOver):
         names = f"host_state={form.name!r}", "host_state='fp32'"
         if self._is_form_everywhere:
             names, optimizers = (form.part, f"leave {form.part} out"), [one for one in optimizers if form.fits(one)]
-        self.unheld = find_unsupported(*names, form, optimizers, parameters, is_late=bool(self._stored))
+        self.unheld = find_unsupported(*names, form, optimizers, parameters, is_late=bool(self._taken))
 
     def _attach_foreign(self, optimizer: Optimizer) -> None:
         """Step an optimizer of an unknown class synchronously, on whole tensors if possible."""
@@ -221,7 +221,8 @@ class HostOptimizers(StepTakeOver):
         ]
         if is_whole:
             whole = WholeSteps(optimizer, partial(self._written, optimizer))
-            self._patch_step(optimizer, lambda optimizer, closure=None: whole.step(closure))
+            step = Optimizer.profile_hook_step(lambda optimizer, closure=None: whole.step(closure))
+            self._patches.append(MethodPatch(optimizer, "step", replace_by(partial(step, optimizer))))
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, *, may_wait: bool) -> None:
         """Clip gradients to a common 2-norm; ``may_wait``: in the step, which comes next. A collective."""
@@ -232,7 +233,7 @@ class HostOptimizers(StepTakeOver):
             norm = norm.cpu()  # scaling on the host needs no wait for the device
         factor = clip_factor(norm, max_norm)
         if may_wait and optimizer in self._taken:
-            self._factors[id(optimizer)] = factor
+            self._factors[optimizer] = factor
         else:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             self._compute(lambda: scale_gradients(gradients, factor))
@@ -249,27 +250,26 @@ class HostOptimizers(StepTakeOver):
         self._sharding.on_landed = None
         if self._worker is not None:
             self._worker.stop()
-        self.remove_patches()
+        for patch in self._patches:
+            patch.remove()
+        taken = self.release()
         for optimizer in self._attached:
             forget_optimizer_tensors(optimizer)
             replace_parameters(optimizer, replaced)
-            if self._form is not None and id(optimizer) in self._stored:
+            if self._form is not None and optimizer in taken:
                 upcast_when_stepped(optimizer)
-        self._stored, self._known, self._groups, self._stateless = {}, {}, {}, set()
-        self._attached, self._taken = [], []
+        self._attached, self._patches, self._known, self._groups, self._stateless = [], [], {}, {}, set()
 
-    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        note_step(optimizer)
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         loss, self._submitted = None, []
         if closure is not None:
-            if self.may_step_early(closure) and not has_step_hooks(optimizer):
+            if self.may_step_early(closure) and len(step_pre_hooks(optimizer)) == 1:  # is ours
                 self._early, self._round = optimizer, None
             try:
-                with torch.enable_grad():
-                    loss = closure()
+                loss = closure()
             finally:
                 self._early = None
-        factor = self._factors.pop(id(optimizer), None)
+        factor = self._factors.pop(optimizer, None)
         step_round, self._round = self._round or self._begin_round(optimizer, factor), None
         for group in self._sharding.groups:
             self._submit(step_round, group, [parameter.sharded_param for parameter in group.fsdp_params])
@@ -283,7 +283,7 @@ class HostOptimizers(StepTakeOver):
         return loss
 
     def _begin_round(self, optimizer: Optimizer, factor: Tensor | None = None) -> StepRound:
-        known = self._known.setdefault(id(optimizer), {})
+        known = self._known.setdefault(optimizer, {})
         return StepRound(optimizer, is_on_host=self._is_on_host, factor=factor, known=known)
 
     def arrange_by_forward(self) -> None:
@@ -310,7 +310,7 @@ class HostOptimizers(StepTakeOver):
         if not members:
             return
         group.forget_whole()
-        states = self._stored[id(step_round.optimizer)]
+        states = self._taken[step_round.optimizer]
         states.adopt(members, self._worker.drain if self._worker is not None else self.finish)
         self._fresh += [one for one in members if not one.state and one.parameter not in self._stateless]
         self.work_beside(partial(states.step, step_round, group, members), group, list_tensors(members))

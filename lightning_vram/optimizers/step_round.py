@@ -21,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.gradients import apply_clip_factor
-from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.core.tensors.properties import stored_like
 from lightning_vram.private_names.dispatcher import without_dispatch
 from lightning_vram.private_names.fsdp2 import (
@@ -37,7 +36,6 @@ from lightning_vram.private_names.torch import (
     is_initialized,
     is_wrapped_by_scheduler,
     local_shard_of,
-    note_step,
 )
 from lightning_vram.techniques.sharding import low_precision_of, scale_low_precision
 
@@ -100,13 +98,15 @@ def _steps_as_lion(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     proxy.grad = gradient.clone()
     options = {**group, "params": [proxy], "lr": 0.25, "weight_decay": 0.0}
     states = defaultdict(dict, {proxy: {"exp_avg": average.clone()}})
+    calls: list[None] = []  # of its closure, by which it is stepped here
     try:
-        unhooked_step(type(optimizer))(make_twin(type(optimizer), vars(optimizer), [options], states))
+        twin = make_twin(type(optimizer), vars(optimizer), [options], states)
+        unhooked_step(type(optimizer))(twin, lambda: calls.append(None))
     except Exception:  # another Lion
         return False
     first, second = group["betas"]
     stepped = weights - 0.25 * average.lerp(gradient, 1 - first).sign()
-    if not torch.allclose(proxy, stepped) or set(states[proxy]) != {"exp_avg"}:
+    if not calls or not torch.allclose(proxy, stepped) or set(states[proxy]) != {"exp_avg"}:
         return False
     return torch.allclose(states[proxy]["exp_avg"], average.lerp(gradient, 1 - second))
 
@@ -138,7 +138,7 @@ def why_not_steppable(
         return f"{action} {name}: use one of torch.optim's {able}, a subclass with the same step, or {way_out}."
     if optimizer.defaults.get("differentiable"):
         return f"{action} {name}(differentiable=True): leave that off."
-    if not has_own_step(optimizer):
+    if owner_of(optimizer) is not None or not has_own_step(optimizer):
         return (
             f"{action} this {name}: something else steps it already, as LeanMixedPrecision(parameters=...) and "
             "torch.compile do. Leave one of the two out."
@@ -406,91 +406,65 @@ def _freeze(group: dict[str, Any]) -> dict[str, Any]:
 
 _living: "WeakKeyDictionary[StepTakeOver, None]" = WeakKeyDictionary()  # in the order of their creation
 _hooks: list[RemovableHandle] = []  # one, while there may be any
-_stepping: list[Optimizer] = []  # in a replaced step
 
 
 class StepTakeOver(ABC):
-    """Replaces the step of attached optimizers, and of others at their first step, until :meth:`remove_patches`."""
+    """Steps attached optimizers in place of their class, and others from their first step on, until :meth:`release`."""
 
     def __init__(self) -> None:
-        self._taken: list[Optimizer] = []  # whose step is :meth:`_step`
-        self._patches: list[MethodPatch] = []
+        self._taken: dict[Optimizer, Any] = {}  # what this steps, with what a subclass needs for it
         self._handles: list[RemovableHandle] = []  # of hooks of optimizers
         if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(_redirect))
+            _hooks.append(register_optimizer_step_pre_hook(_attach_new))
         _living[self] = None
 
     @abstractmethod
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
-        """Call :meth:`_take_over` for the optimizers that this steps."""
+        """Call :meth:`_take` for those that this steps."""
 
     @abstractmethod
     def _has_ours(self, optimizer: Optimizer) -> bool:
         """Whether it has parameters that only this may step."""
 
     @abstractmethod
-    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         """Step it; its hooks run before and after."""
 
-    def remove_patches(self) -> None:
-        """Let all optimizers step and load by themselves again."""
-        for patch in reversed(self._patches):
-            patch.remove()
+    def release(self) -> list[Optimizer]:
+        """Let all optimizers step and load by themselves again; return those that this has stepped."""
         for handle in self._handles:
             handle.remove()
-        self._patches, self._handles = [], []
+        taken, self._taken, self._handles = list(self._taken), {}, []
         _living.pop(self, None)
         while _hooks and not _living:
             _hooks.pop().remove()
+        return taken
 
-    @staticmethod
-    def _run_closure(optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
-        """Begin a step: note it for schedulers, and return the loss."""
-        note_step(optimizer)
-        with torch.enable_grad():
-            return None if closure is None else closure()
+    def _take(self, optimizer: Optimizer, needed: Any = None) -> None:
+        self._taken[optimizer] = needed
+        self._handles.append(optimizer.register_step_pre_hook(self._replace_step))
 
-    def _take_over(self, optimizer: Optimizer) -> None:
-        self._taken.append(optimizer)
-        self._patch_step(optimizer, self._step)
-
-    def _patch_step(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
-        # Hooks run once per step, and see the optimizer unchanged.
-        call = partial(self._call, Optimizer.profile_hook_step(step), optimizer)
-        self._patches.append(MethodPatch(optimizer, "step", replace_by(call)))
-
-    def _call(self, hooked_step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
-        _stepping.append(optimizer)
-        try:
-            return hooked_step(optimizer, *args, **kwargs)
-        finally:
-            _stepping.pop()
-
-    def _takes_in(self, optimizer: Optimizer) -> bool:
-        """Attach a stepping optimizer that has our parameters; return whether its step is to be replaced now."""
-        if (_stepping and optimizer is _stepping[-1]) or not self._has_ours(optimizer):
-            return False
-        self.attach([optimizer])  # a no-op if it is attached: a step that was bound before bypasses the patch
-        return optimizer in self._taken
+    def _replace_step(
+        self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Replace a step that begins: it cannot be stopped, but a twin without parameters only calls its closure."""
+        if owner_of(optimizer) is not self:
+            return None
+        step = partial(self._step, optimizer, args[1] if len(args) > 1 else kwargs.get("closure"))
+        return (make_twin(type(optimizer), vars(optimizer), [], {}), torch.enable_grad()(step)), {}
 
 
 def owner_of(optimizer: Optimizer) -> StepTakeOver | None:
-    """Return the last object that took over the step of ``optimizer``, if it still has it."""
+    """Return the last object that took ``optimizer``, if it still has it."""
     return next((owner for owner in reversed(list(_living)) if optimizer in owner._taken), None)
 
 
-def _redirect(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Replace a step that begins, between its hooks; errors of the other step end it."""
-    given = closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    for owner in list(_living):
-        if owner._takes_in(optimizer):
-            closure = partial(owner._step, optimizer, closure)
-    if closure is given:
-        return None
-    # The running step cannot be stopped, but it begins with its closure.
-    return (make_twin(type(optimizer), vars(optimizer), [], {}), closure), {}
+def _attach_new(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+    """Let an optimizer that was made meanwhile be taken before its first step: a hook of all steps."""
+    if owner_of(optimizer) is None:
+        for owner in list(_living):
+            if owner._has_ours(optimizer):
+                owner.attach([optimizer])
 
 
 def can_step_wholes(optimizer: Optimizer) -> bool:

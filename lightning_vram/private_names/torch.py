@@ -385,8 +385,8 @@ FOREACH_TYPES: tuple[list[Any], ...] = (_foreach_supported_types, _foreach_utils
 """The lists of tensor classes that foreach kernels support."""
 
 
-has_step_hooks: Callable[[Optimizer], Any] = attrgetter("_optimizer_step_pre_hooks")
-"""Return the hooks that run before the step of an optimizer, true if there are any."""
+step_pre_hooks: Callable[[Optimizer], Any] = attrgetter("_optimizer_step_pre_hooks")
+"""Return the hooks that run before the step of an optimizer."""
 
 
 def is_initialized(optimizer: Optimizer) -> bool:
@@ -397,11 +397,6 @@ def is_initialized(optimizer: Optimizer) -> bool:
 def group_reader(kind: type[Optimizer]) -> object:
     """Return the function with which the step of a class of ``torch.optim`` reads a group and creates states."""
     return getattr(kind, "_init_group", None)
-
-
-def note_step(optimizer: Optimizer) -> None:
-    """Mark for learning-rate schedulers that ``optimizer`` stepped."""
-    vars(optimizer)["_opt_called"] = True
 
 
 def is_wrapped_by_scheduler(step: object) -> bool:

@@ -15,28 +15,27 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_vram.core.tensors.codecs import LowBitTensor
-from lightning_vram.optimizers import low_precision, row_steps, step_loop
-from lightning_vram.optimizers.low_precision import LowPrecisionMoments
+from lightning_vram.optimizers import low_precision, step_loop
+from lightning_vram.optimizers.low_precision import LowPrecisionMoments, can_run, is_ruled, rule_of, step_rows
 from lightning_vram.optimizers.moment_forms import FORMS, UpdateCheck
-from lightning_vram.optimizers.row_steps import can_run, is_ruled, rule_of, step_rows
 from lightning_vram.optimizers.step_round import Member, StepRound
 
 # Whole rows and not: the first in three slices.
 SHAPES = ((1024, 192), (4097,), (64, 128), (2**16 + 128,), (5000,), (16384,))
 SMALL = ((130,), (1,), (3, 5), (256,), (128,))  # which have no quantized moments
-INDUCTOR = row_steps.compile_function
+INDUCTOR = low_precision.compile_function
 EAGER = partial(torch.compile, fullgraph=True, dynamic=True, backend="eager")
 
 
 @pytest.fixture(autouse=True)
 def _rows_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(row_steps, "DEVICES", {"cpu"})
-    monkeypatch.setattr(row_steps, "compile_function", lambda plain: plain)
-    monkeypatch.setattr(row_steps, "SLICE", 2**17 - 2**10)  # draws repeat after 2**16 places
-    monkeypatch.setattr(row_steps, "_failures", [])
-    row_steps._function.cache_clear()
+    monkeypatch.setattr(low_precision, "DEVICES", {"cpu"})
+    monkeypatch.setattr(low_precision, "compile_function", lambda plain: plain)
+    monkeypatch.setattr(low_precision, "SLICE", 2**17 - 2**10)  # draws repeat after 2**16 places
+    monkeypatch.setattr(low_precision, "_failures", [])
+    low_precision._function.cache_clear()
     yield
-    row_steps._function.cache_clear()
+    low_precision._function.cache_clear()
 
 
 @pytest.fixture
@@ -151,14 +150,14 @@ def test_a_step_in_rows_is_that_of_the_operators(make, form, in_rows):
 
 
 def test_a_captured_graph_takes_the_same_step(monkeypatch):
-    monkeypatch.setattr(row_steps, "compile_function", EAGER)
+    monkeypatch.setattr(low_precision, "compile_function", EAGER)
     compare(*CASES[2], num_steps=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "form"), CASES, ids=IDS)
 def test_a_step_that_inductor_compiled_is_that_of_the_operators(make, form, monkeypatch):
-    monkeypatch.setattr(row_steps, "compile_function", INDUCTOR)
+    monkeypatch.setattr(low_precision, "compile_function", INDUCTOR)
     compare(make, form)
     assert can_run(torch.device("cpu"))  # it has not failed
 
@@ -172,7 +171,7 @@ def test_slices_round_as_the_whole_parameter(monkeypatch):
     weights[1].grad = weights[0].grad.clone()
     optimizers = [AdamW([one]) for one in weights]
     for optimizer, size in zip(optimizers, (2**24, 2**15), strict=True):
-        monkeypatch.setattr(row_steps, "SLICE", size)
+        monkeypatch.setattr(low_precision, "SLICE", size)
         give_moments(optimizer, "bf16")
         assert not step_members(optimizer)
     assert torch.equal(*weights)
@@ -194,7 +193,7 @@ def test_a_block_with_a_gradient_that_is_not_finite_has_a_scale_of_nan():
 
 def test_shapes_settings_and_step_counts_compile_nothing_more(monkeypatch):
     counter = CompileCounter()
-    monkeypatch.setattr(row_steps, "compile_function", partial(EAGER, backend=counter))
+    monkeypatch.setattr(low_precision, "compile_function", partial(EAGER, backend=counter))
     parameters = random_parameters([(1024, 192), (4096,), (128, 128), (2**16,), (256,)])
     optimizer = AdamW(parameters)
     give_moments(optimizer, "8bit")
@@ -214,7 +213,7 @@ def test_a_compiler_that_fails_is_named_once_and_not_asked_again(monkeypatch, ca
     set_gradients(parameters)
     optimizer = AdamW(parameters)
     give_moments(optimizer, "8bit")
-    monkeypatch.setattr(row_steps, "compile_function", lambda plain: fail)
+    monkeypatch.setattr(low_precision, "compile_function", lambda plain: fail)
     for _ in range(2):
         assert [one.number for one in step_members(optimizer)] == [0, 1]
     assert not can_run(torch.device("cpu"))

@@ -12,7 +12,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_vram.optimizers import step_round
 from lightning_vram.optimizers.bf16_weights import LeanParameters
-from lightning_vram.optimizers.step_round import StepTakeOver
+from lightning_vram.optimizers.step_round import StepTakeOver, owner_of
 
 
 @pytest.mark.parametrize("scheme", EXACT)
@@ -104,21 +104,23 @@ def test_others_step_as_ever_while_there_are_lean_parameters_and_after():
     give_gradients(other, 0)
     optimizer.step(lambda: torch.tensor(1.0))
     assert not torch.equal(other[0].weight, before)
-    assert "step" not in vars(optimizer)
+    assert owner_of(optimizer) is None
     for some, layer in ((second, net[1]), (lean, net[0])):  # each finds its own
         mine = optim.SGD(layer.parameters())
         take_steps(layer, mine, 0)
-        assert "step" in vars(mine)
+        assert owner_of(mine) is not None
         some.restore()
 
 
 @pytest.fixture
 def living(monkeypatch):
     """Owners of this test alone."""
-    found = WeakKeyDictionary()
+    found, hooks = WeakKeyDictionary(), []
     monkeypatch.setattr(step_round, "_living", found)
-    monkeypatch.setattr(step_round, "_hooks", [])
-    return found
+    monkeypatch.setattr(step_round, "_hooks", hooks)
+    yield found
+    for hook in hooks:
+        hook.remove()
 
 
 def test_their_hook_of_all_steps_goes_with_the_last(living):
@@ -128,7 +130,7 @@ def test_their_hook_of_all_steps_goes_with_the_last(living):
     assert (len(living), len(_global_optimizer_pre_hooks)) == (2, before + 1)
     own = optim.SGD(twins[0].parameters())
     take_steps(twins[0], own, 0)
-    assert "step" in vars(own)
+    assert owner_of(own) is not None
     del twins, own
     gc.collect()
     assert (len(living), len(_global_optimizer_pre_hooks)) == (1, before + 1)

@@ -10,11 +10,13 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_vram.core.host.memory import Block, ChunkedSpace, OffloadError, hidden_from_modes, make_host_bytes
 from lightning_vram.core.host.transfers import PATIENCE_SECONDS, Copies, H2DCopy, HostWorker, Ticket
@@ -124,10 +126,11 @@ STAGING_BYTES = 8 * MIB  # of one buffer
 NUM_STAGING_BUFFERS = 4  # on the way out; there is one more for the way back
 
 
-class DiskRing:
+class DiskRing(ChunkedSpace[range]):
     """Bytes in a file without a name in ``folder``, which pass through a few staging buffers, until :meth:`close`."""
 
     def __init__(self, folder: str | os.PathLike[str], *, pin_memory: bool, staging_bytes: int = STAGING_BYTES) -> None:
+        super().__init__()
         self._file = DiskFile(folder, "disk_path")
         self._staging_bytes = staging_bytes
         self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
@@ -136,39 +139,26 @@ class DiskRing:
                 self._buffers.put(make_host_bytes(staging_bytes, pin_memory=pin_memory))
             self._read_buffer = make_host_bytes(staging_bytes, pin_memory=pin_memory)
         self._copies: dict[Callable[[], Copies], Copies] = {}  # of the thread: others' are not thread-safe
-        self._space: ChunkedSpace[int] = ChunkedSpace()
         self._worker = DiskWorker(self._file)  # whose thread ends with it, so jobs must not hold the ring
-
-    @property
-    def total_bytes(self) -> int:
-        """Size of the file."""
-        return self._space.total_bytes
 
     @property
     def staging_bytes(self) -> int:
         """Host memory taken."""
         return (NUM_STAGING_BUFFERS + 1) * self._staging_bytes
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of tensors in it."""
-        return self._space.num_blocks
-
     def write(self, source: Tensor, copies: Copies, window_bytes: int) -> "DiskBlock":
         """Write flat bytes; return when the last are in flight; ``OffloadError`` if the disk is full."""
         self._worker.check_alive()
-        block = self._space.take(source.numel(), self._make_chunks)
-        extents, start = [], 0
+        block, parts = self.take(source.numel()), []
         for piece in block.pieces:
-            for inner in range(0, piece.num_bytes, self._staging_bytes):
-                length = min(self._staging_bytes, piece.num_bytes - inner)
-                position = piece.payload + piece.start + inner
-                with hidden_from_modes(source):
-                    part = source.narrow(0, start, length)
-                self._write_part(part, position, copies, window_bytes)
-                extents.append((position, length))
-                start += length
-        return DiskBlock(self, block, extents)
+            parts += [piece[at : at + self._staging_bytes] for at in range(0, len(piece), self._staging_bytes)]
+        start = 0
+        for part in parts:
+            with hidden_from_modes(source):
+                values = source.narrow(0, start, len(part))
+            self._write_part(values, part.start, copies, window_bytes)
+            start += len(part)
+        return DiskBlock(self, block, parts)
 
     def close(self) -> None:
         """End the thread after its jobs, and give the file back."""
@@ -197,11 +187,16 @@ class DiskRing:
             with suppress(queue.Empty):
                 return self._buffers.get(timeout=PATIENCE_SECONDS)
 
-    def _make_chunks(self, sizes: list[int]) -> list[int]:
+    @override
+    def _cut(self, space: range, start: int, num_bytes: int) -> range:
+        return space[start : start + num_bytes]
+
+    @override
+    def _make_chunks(self, sizes: list[int]) -> list[range]:
         end = self._file.num_bytes
         way_out = 'set compress="bf16", or use a smaller batch'
         self._file.grow(sum(sizes), f"in addition to {format_bytes(end)}", way_out)
-        return [end + sum(sizes[:index]) for index in range(len(sizes))]
+        return [range(start, start + size) for start, size in zip(accumulate(sizes, initial=end), sizes, strict=False)]
 
 
 @dataclass(slots=True, eq=False)
@@ -209,12 +204,12 @@ class DiskBlock:
     """Bytes on disk, as long as this object lives."""
 
     _ring: DiskRing
-    _block: Block[int]
-    _extents: list[tuple[int, int]]
+    _block: Block[range]
+    _parts: list[range]  # that fit into a staging buffer
 
     def read(self, target: Tensor, make_copies: Callable[[], Copies], moment: Any) -> H2DCopy:
         """Begin to read into ``target``, which was made before ``moment``; ``OffloadError`` after an error."""
-        ring, extents = self._ring, self._extents
+        ring, parts = self._ring, self._parts
         file, buffer, known = ring._file, ring._read_buffer, ring._copies
         copied: list[H2DCopy] = []
 
@@ -223,11 +218,11 @@ class DiskBlock:
             if make_copies not in known:
                 known[make_copies] = make_copies()
             copies, start = known[make_copies], 0
-            for position, length in extents:
-                file.read(bytes_of(buffer, 0, length), position)
-                copied[:] = [copies.fetch([buffer[:length]], target.narrow(0, start, length), moment)]
+            for part in parts:
+                file.read(bytes_of(buffer, 0, len(part)), part.start)
+                copied[:] = [copies.fetch([buffer[: len(part)]], target.narrow(0, start, len(part)), moment)]
                 copied[0].finish()
-                start += length
+                start += len(part)
             copies.settle()  # else they would hold the target until they are asked for the next
 
         ring._worker.check_alive()

@@ -6,14 +6,16 @@ import sys
 import threading
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_vram.memory.device.accelerators import can_pin_in_place, pin_in_place
 from lightning_vram.memory.host import available_host_bytes
@@ -25,40 +27,31 @@ FIRST_CHUNK_BYTES = MIB
 LARGEST_CHUNK_BYTES = 64 * MIB
 ALIGNMENT_BYTES = 64  # of any dtype, and of a cache line
 
-Payload = TypeVar("Payload")
+Space = TypeVar("Space")  # a stretch of memory, or of a file
 
 
 @dataclass(slots=True, eq=False)
-class _Chunk(Generic[Payload]):
-    payload: Payload
+class _Chunk(Generic[Space]):
+    space: Space
     size: int
     used: int = 0
     num_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Piece(Generic[Payload]):
-    """A stretch of one chunk."""
-
-    payload: Payload
-    start: int
-    num_bytes: int
-
-
 @dataclass(slots=True, eq=False)
-class Block(Generic[Payload]):
-    """Space that is taken as long as this object lives."""
+class Block(Generic[Space]):
+    """Space that is taken as long as this object lives: pieces, in order."""
 
-    pieces: list[Piece[Payload]]
-    chunks: list[_Chunk[Payload]]
-    _released: "deque[list[_Chunk[Payload]]]"
+    pieces: list[Space]
+    chunks: list[_Chunk[Space]]
+    _released: "deque[list[_Chunk[Space]]]"
 
     def __del__(self) -> None:
         # In whatever thread, perhaps in the middle of anything: appending is atomic, the rest waits for its turn.
         self._released.append(self.chunks)
 
 
-class ChunkedSpace(Generic[Payload]):
+class ChunkedSpace(ABC, Generic[Space]):
     """Space in chunks of 1 to 64 MiB, which grows and never shrinks. Safe to use from several threads.
 
     A chunk is free again when the last block in it is gone: as a training step frees all, the first one's is enough.
@@ -66,13 +59,20 @@ class ChunkedSpace(Generic[Payload]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: _Chunk[Payload] | None = None
-        self._free: list[_Chunk[Payload]] = []
-        self._free_bytes = 0
+        self._open: _Chunk[Space] | None = None
+        self._free: list[_Chunk[Space]] = []
         self._last_size = 0
-        self._released: deque[list[_Chunk[Payload]]] = deque()
+        self._released: deque[list[_Chunk[Space]]] = deque()
         self._num_blocks = 0
         self.total_bytes = 0  # of all chunks
+
+    @abstractmethod
+    def _make_chunks(self, sizes: list[int]) -> list[Space]:
+        """Return chunks of given sizes; an error if there is no space, and nothing is taken then."""
+
+    @abstractmethod
+    def _cut(self, space: Space, start: int, num_bytes: int) -> Space:
+        """Return a stretch of a chunk."""
 
     @property
     def num_blocks(self) -> int:
@@ -81,44 +81,37 @@ class ChunkedSpace(Generic[Payload]):
             self._collect()
             return self._num_blocks
 
-    def take(self, num_bytes: int, make_chunks: Callable[[list[int]], list[Payload]]) -> Block[Payload]:
-        """Return a block of at least 1 byte; ``make_chunks`` makes chunks of given sizes if needed, all or none."""
+    def take(self, num_bytes: int) -> Block[Space]:
+        """Return a block of at least 1 byte."""
         with self._lock:
             self._collect()
             rounded = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            free_bytes = self._free_bytes + (self._open.size - self._open.used if self._open is not None else 0)
-            if rounded > free_bytes:
-                self._grow(rounded - free_bytes, make_chunks)
-            return self._fill(num_bytes, rounded)
+            chunks = self._free if self._open is None else [*self._free, self._open]
+            self._grow(rounded - sum(chunk.size - chunk.used for chunk in chunks))
+            # First of all: should filling it be interrupted, what it has by then comes back with it.
+            block: Block[Space] = Block([], [], self._released)
+            self._num_blocks += 1
+            while rounded:
+                if self._open is None or self._open.used == self._open.size:
+                    self._open = self._free.pop()
+                chunk = self._open
+                length = min(rounded, chunk.size - chunk.used)
+                block.pieces.append(self._cut(chunk.space, chunk.used, min(length, num_bytes)))
+                chunk.num_blocks += 1
+                block.chunks.append(chunk)
+                chunk.used += length
+                rounded -= length
+                num_bytes -= length
+            return block
 
-    def _fill(self, num_bytes: int, rounded: int) -> Block[Payload]:
-        # First of all: should filling it be interrupted, what it has by then comes back with it.
-        block: Block[Payload] = Block([], [], self._released)
-        self._num_blocks += 1
-        while rounded:
-            chunk = self._open
-            if chunk is None or chunk.used == chunk.size:
-                chunk = self._open = self._free.pop()
-                self._free_bytes -= chunk.size
-            length = min(rounded, chunk.size - chunk.used)
-            block.pieces.append(Piece(chunk.payload, chunk.used, min(length, num_bytes)))
-            chunk.num_blocks += 1
-            block.chunks.append(chunk)
-            chunk.used += length
-            rounded -= length
-            num_bytes -= length
-        return block
-
-    def _grow(self, missing_bytes: int, make_chunks: Callable[[list[int]], list[Payload]]) -> None:
+    def _grow(self, missing_bytes: int) -> None:
         sizes, last = [], self._last_size
-        while missing_bytes > 0:
+        while missing_bytes > sum(sizes):
             last = min(2 * last, LARGEST_CHUNK_BYTES) or FIRST_CHUNK_BYTES
             sizes.append(last)
-            missing_bytes -= last
-        payloads = make_chunks(sizes)
+        made = map(_Chunk, self._make_chunks(sizes), sizes) if sizes else ()
+        self._free[:0] = reversed(list(made))
         self._last_size = last
-        self._free[:0] = [_Chunk(payload, size) for payload, size in zip(payloads, sizes, strict=True)][::-1]
-        self._free_bytes += sum(sizes)
         self.total_bytes += sum(sizes)
 
     def _collect(self) -> None:
@@ -130,7 +123,6 @@ class ChunkedSpace(Generic[Payload]):
                     chunk.used = 0
                     if chunk is not self._open:
                         self._free.append(chunk)
-                        self._free_bytes += chunk.size
 
 
 MARGIN_BYTES = GIB  # left to everything else on the host
@@ -143,52 +135,29 @@ class OffloadError(RuntimeError):
     """The host or the disk is too small, or fails."""
 
 
-class HostBlock:
-    """Memory for one tensor, as long as this object lives: ``pieces`` are flat tensors of bytes, in order."""
+class HostArena(ChunkedSpace[Tensor]):
+    """Host memory, flat tensors of bytes, pinned (needs an accelerator) or not, given back by :meth:`close`.
 
-    __slots__ = ("_block", "pieces")
-
-    def __init__(self, block: Block[Tensor]) -> None:
-        self._block = block
-        with hidden_from_modes(block.pieces[0].payload):
-            self.pieces = [
-                piece.payload.narrow(0, piece.start, piece.num_bytes) if piece.num_bytes < piece.payload.numel()
-                else piece.payload
-                for piece in block.pieces
-            ]  # fmt: skip
-
-
-class HostArena:
-    """Host memory, pinned (needs an accelerator) or not, taken when needed and given back by :meth:`close`.
-
-    A host that is too small is an error: it would kill the process. ``like`` is a fake tensor for fake memory.
+    A host that is too small is an ``OffloadError``: it would kill the process. ``like`` is a fake tensor for fake
+    memory.
     """
 
     def __init__(self, *, pin_memory: bool, like: Tensor | None = None) -> None:
-        self._pin_memory = pin_memory
-        self._like = like
-        self._space: ChunkedSpace[Tensor] = ChunkedSpace()
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes taken from the host."""
-        return self._space.total_bytes
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of tensors in it."""
-        return self._space.num_blocks
-
-    def take(self, num_bytes: int) -> HostBlock:
-        """Return memory for ``num_bytes``; ``OffloadError`` if the host has not enough, and nothing is taken then."""
-        return HostBlock(self._space.take(num_bytes, self._make_chunks))
+        super().__init__()
+        self._pin_memory, self._like = pin_memory, like
 
     def close(self) -> None:
         """Give all memory back. A tensor that is still in it stays readable, and keeps its chunk."""
-        self._space = ChunkedSpace()
+        super().__init__()
         if self._pin_memory and self._like is None:
             free_pinned_memory()  # else PyTorch keeps it, pinned, for itself
 
+    @override
+    def _cut(self, space: Tensor, start: int, num_bytes: int) -> Tensor:
+        with hidden_from_modes(space):
+            return space.narrow(0, start, num_bytes)
+
+    @override
     def _make_chunks(self, sizes: list[int]) -> list[Tensor]:
         if self._like is not None:
             # An estimate for a GPU counts it, one for the host does not.

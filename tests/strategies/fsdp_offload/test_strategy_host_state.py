@@ -97,7 +97,7 @@ class OnDisk(Layers):
         self.host_bytes.append(host_bytes(self) - exceptions(self))
         for state, before in zip(self.trainer.optimizers[0].state.values(), states, strict=True):
             state.update(before)
-        (kept,) = self.trainer.strategy._host_optimizers._stored.values()
+        (kept,) = self.trainer.strategy._host_optimizers._taken.values()
         self.file_bytes = kept._streamed._file.num_bytes
 
 
