@@ -225,21 +225,11 @@ EXACT_RESULTS = (
 )
 PRODUCTS = (
     "_addmm_activation _int_mm _scaled_mm _scaled_mm_v2 _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2 "
-    "_weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu _mixed_dtypes_linear"
+    "_weight_int8pack_mm _weight_int4pack_mm"
 )
-SPARSE_PRODUCTS = (
-    "_sparse_mm _sparse_addmm _cslt_sparse_mm _sparse_semi_structured_mm _sparse_semi_structured_addmm "
-    "_sparse_semi_structured_linear"
-)
-CONVOLUTIONS = (
-    "_convolution _mps_convolution _mps_convolution_transpose _conv_depthwise2d _slow_conv2d_forward "
-    "_nnpack_spatial_convolution"
-)
-MKLDNN_PRODUCTS = "_linear_pointwise"
-MKLDNN_CONVOLUTIONS = "_convolution_pointwise _convolution_transpose_pointwise"
-MKL_PRODUCTS = "_mkl_linear"
+CONVOLUTION = "_convolution"
 RECURRENT = "_cudnn_rnn _lstm_mps _thnn_fused_lstm_cell _thnn_fused_gru_cell"
-OTHER_PRODUCTS = "_trilinear"
+OTHER_PRODUCTS = "_trilinear _sparse_mm _sparse_addmm _cslt_sparse_mm"
 ATTENTIONS = (
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "

@@ -14,7 +14,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_vram.core.patching import MethodPatch
-from lightning_vram.core.random_state import read_random_states, restore_random_states
+from lightning_vram.core.random_state import read_global_states, write_global_states
 from lightning_vram.core.ranks import RankAgreement
 from lightning_vram.private_names.lightning import (
     LOAD_LOADER_STATES,
@@ -77,7 +77,7 @@ class ExactResume:
             "num_batches": 0 if has_ended else progress.current.processed,  # type: ignore[attr-defined]
             "epoch_has_ended": has_ended,
             "loaders": loaders,
-            "random": self._agreement.gather(before or read_random_states(trainer.strategy.root_device)),
+            "random": self._agreement.gather(before or read_global_states(trainer.strategy.root_device)),
             "end": end,
         }
 
@@ -141,7 +141,7 @@ class ExactResume:
     def _set_up_data(self, set_up: Callable[[], None]) -> None:
         set_up()
         if self._to_load is not None:
-            self._after_iterators = read_random_states(self._trainer.strategy.root_device)
+            self._after_iterators = read_global_states(self._trainer.strategy.root_device)
 
     def _load_loaders(self, load: Callable[[], None]) -> None:
         """Right before loaders are iterated over."""
@@ -195,11 +195,11 @@ class ExactResume:
 
     def _restore_random(self, states: dict[str, Any] | None) -> None:
         if states is not None:
-            restore_random_states(states, self._trainer.strategy.root_device)
+            write_global_states(states, self._trainer.strategy.root_device)
 
     def _validate(self, run: Callable[[], Any]) -> Any:
         """An interrupted validation runs again, with the random numbers that it began with."""
-        self._before_validation = read_random_states(self._trainer.strategy.root_device)
+        self._before_validation = read_global_states(self._trainer.strategy.root_device)
         try:
             return run()
         finally:

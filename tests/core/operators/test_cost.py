@@ -193,9 +193,7 @@ def test_this_torch_knows_the_usual_names() -> None:
 
     unknown = (MATMULS | ATTENTION) - known
 
-    assert unknown <= {"higher_order::flex_attention", "mkl::_mkl_linear"} | {
-        name for name in unknown if name.startswith("mkldnn::")
-    }
+    assert unknown <= {"higher_order::flex_attention"}
 
 
 @pytest.mark.parametrize("name", ["aten.mm", "torch.ops.aten.mm", "aten::mm"])
