@@ -2,7 +2,7 @@
 
 Reading the allocators of device and host takes microseconds per step. Only if their bytes grow, one step is traced
 operator by operator; references to what is left many steps later are followed back to an attribute, a global or a
-closure (``memory/leaks/search.py``).
+closure (``memory/leaks.py``).
 """
 
 import math
@@ -22,7 +22,7 @@ from lightning_vram.argument_checks import check_choice, check_number, check_pos
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique
 from lightning_vram.memory.device.accelerators import free_memory_of
 from lightning_vram.memory.host import available_host_bytes
-from lightning_vram.memory.leaks.search import Leak, LeakSearch, LiveBytes, Program
+from lightning_vram.memory.leaks import Leak, LeakSearch, LiveBytes, Program
 from lightning_vram.memory.units import format_bytes, parse_bytes
 from lightning_vram.private_names.dispatcher import is_compiled
 from lightning_vram.private_names.torch import ends_of_graph, tensors_in
