@@ -33,14 +33,13 @@ from lightning_vram.memory.storages import storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber, current_subscribers
 from lightning_vram.private_names.dispatcher import current_dispatch_modes, hide_from_dynamo, is_foreach
 from lightning_vram.private_names.torch import (
+    ENGINE,
     RunBackward,
     base_of,
     current_graph_task_id,
-    engine_run_backward,
     hide_warning_of_hooks,
     innermost_hooks,
     is_in_transform,
-    is_tracing,
     is_view,
     make_saved_tensor,
     num_writes,
@@ -68,7 +67,7 @@ def is_in_backward() -> bool:
 
 def is_transformed() -> bool:
     """Whether ``torch.func`` or a tracer runs: neither knows the saved-tensor hooks that checkpoints consist of."""
-    return is_in_transform() or is_tracing()
+    return is_in_transform() or torch.jit.is_tracing()  # type: ignore[no-untyped-call]
 
 
 def is_in_selective_checkpoint() -> bool:
@@ -111,7 +110,7 @@ class _OfThread(threading.local):
 _here = _OfThread()
 # Bound permanently: code that imports one of ours by name inside a step holds on to it.
 _disable: Callable[[str], AbstractContextManager[None]] = graph.disable_saved_tensors_hooks
-_backward: RunBackward | None = engine_run_backward()
+_backward: RunBackward = getattr(*ENGINE)
 
 
 class stepping_aside:  # noqa: N801 - a context, quicker than one made by a generator
@@ -144,7 +143,6 @@ def _disable_without_ours(message: str) -> Iterator[None]:
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
-    assert _backward is not None
     with ExitStack() as stack:
         for subscriber in [one for _, one in reversed(_here.entered) if one is not None]:
             if not subscriber.is_innermost:
@@ -156,8 +154,7 @@ def _run_backward(*args: Any, **kwargs: Any) -> Any:
 
 def _replace_functions(functions: tuple[Any, Any]) -> None:
     graph.disable_saved_tensors_hooks, run_backward = functions
-    if _backward is not None:  # without it a backward inside may round differently in few operators
-        replace_run_backward(run_backward)
+    replace_run_backward(run_backward)
 
 
 _ours: tuple[Any, Any] = (_disable_without_ours, _run_backward)

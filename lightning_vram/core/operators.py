@@ -160,9 +160,6 @@ def _suggest(name: str) -> str:
     plain = name.replace("::", ".").removeprefix("torch.ops.")
     parts = plain.split(".")
     wanted = ".".join(parts[:2]) if len(parts) > 1 else f"aten.{plain}"
-    if wanted in known and len(parts) > 1:
-        overloads = ", ".join(map(repr, getattr(getattr(torch.ops, parts[0]), parts[1]).overloads()))
-        return f"{wanted} has the overloads {overloads}; write {wanted!r} for all of them."
     close = difflib.get_close_matches(wanted, known, n=5, cutoff=0.7)
     hint = f"Close names: {', '.join(map(repr, close))}. " if close else ""
     return f"{hint}Write 'namespace.name' as under torch.ops, and import the library that defines it first."

@@ -47,12 +47,12 @@ def leave_group_at_exit() -> None:
 def leave_group() -> None:
     """Destroy the process group and all groups made from it. Does nothing if there is none; no collective."""
     atexit.unregister(_leave)
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _leave() -> None:
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         leave_group()
         time.sleep(_SETTLE_SECONDS)
 

@@ -51,7 +51,7 @@ class RankAgreement:
         self._timeout = timedelta(minutes=30) if timeout is None else timeout
         self._failure: str | None = None
         self._group: dist.ProcessGroup | None = None
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         try:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
@@ -173,7 +173,7 @@ def current_rank() -> int:
 
 def num_ranks(group: "dist.ProcessGroup | None" = None) -> int:
     """Return the number of processes, in a group or in all; 1 without ``torch.distributed``."""
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def gather_objects(value: Result, group: "dist.ProcessGroup | None" = None) -> list[Result]:

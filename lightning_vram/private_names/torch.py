@@ -234,11 +234,6 @@ RunBackward = Callable[..., Any]
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack and unpack functions
 
 
-def engine_run_backward() -> RunBackward | None:
-    """Return the function that ``torch.autograd.backward`` and ``grad`` call; ``None`` if there is none."""
-    return getattr(*ENGINE, None)
-
-
 def replace_run_backward(run: RunBackward) -> None:
     """Let ``torch.autograd.backward`` and ``grad`` call ``run``."""
     setattr(*ENGINE, run)
@@ -292,9 +287,6 @@ may_set_hooks: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_e
 def is_in_transform() -> bool:
     """Whether a transform of ``torch.func`` is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-is_tracing: Callable[[], bool] = torch._C._is_tracing  # whether ``torch.jit.trace`` is active
 
 
 def is_in_forward_ad() -> bool:

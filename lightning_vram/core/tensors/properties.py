@@ -13,8 +13,8 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_vram.memory.estimate.fake_device import FakeParameter
@@ -217,10 +217,6 @@ def state_stored_like(state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
     }
 
 
-if dist.is_available():
-    from torch.distributed.fsdp import FSDPModule  # absent from builds without torch.distributed
-
-
 def is_shard(parameter: Tensor | None) -> bool:
     """Whether ``parameter`` is a part of one that lies on several ranks."""
     return type(parameter) is not nn.Parameter and isinstance(parameter, DTensor)  # the first is quick
@@ -228,8 +224,7 @@ def is_shard(parameter: Tensor | None) -> bool:
 
 def sharded_modules(module: nn.Module) -> Iterator[Any]:
     """Yield the parts of ``module`` that FSDP2 shards, itself included: their parameters come and go with the calls."""
-    if dist.is_available():
-        yield from (part for part in module.modules() if isinstance(part, FSDPModule))
+    yield from (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -220,9 +220,9 @@ def test_a_name_with_overload_means_that_one(name: str) -> None:
             "under torch.ops, and import the library that defines it first.",
         ),
         (
-            "aten.dot.other",
-            "operators='aten.dot.other' is not an operator of torch.ops. aten.dot has the overloads "
-            "'default', 'out'; write 'aten.dot' for all of them.",
+            "aten.addmm.other",
+            "operators='aten.addmm.other' is not an operator of torch.ops. Close names: {close}. Write "
+            "'namespace.name' as under torch.ops, and import the library that defines it first.",
         ),
         (
             "addmm",
