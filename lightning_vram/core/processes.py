@@ -150,9 +150,6 @@ class StopSignals:
             del _handlers_before[one]
 
 
-_ENDLESS = 2**62
-
-
 class StopVote:
     """Votes on stop signals that all ranks take in step: sent when a batch begins, read when the next one does."""
 
@@ -161,7 +158,7 @@ class StopVote:
         self._signals = signals
         self._pending: Callable[[], tuple[int, ...]] | None = None
         self._strongest = 0
-        self._num_left = 0
+        self._num_left: float = 0
 
     @property
     def name(self) -> str:
@@ -181,11 +178,10 @@ class StopVote:
     def limit(self, num_batches: float) -> None:
         """Agree on how often :meth:`exchange_limited` votes; infinity if the number of batches is unknown here."""
         if self._agreement.is_alone:
-            self._num_left = _ENDLESS
-            return
-        is_endless = math.isinf(num_batches)
-        least, most = self._agreement.smallest(_ENDLESS if is_endless else int(num_batches), -int(is_endless))
-        self._num_left = least if not most else 0
+            self._num_left = math.inf
+        else:
+            (negative,) = self._agreement.largest(0 if math.isinf(num_batches) else -int(num_batches))
+            self._num_left = -negative
 
     def exchange_limited(self) -> bool:
         """Vote as :meth:`exchange`, as long as all ranks come; then ``False``."""
