@@ -40,20 +40,15 @@ _SETTLE_SECONDS = 0.1
 
 def leave_group_at_exit() -> None:
     """Destroy the process group when Python ends: else a process that has finished may abort, and fail the job."""
-    atexit.unregister(_leave)
-    atexit.register(_leave)
+    atexit.unregister(leave_group)
+    atexit.register(leave_group)
 
 
 def leave_group() -> None:
     """Destroy the process group and all groups made from it. Does nothing if there is none; no collective."""
-    atexit.unregister(_leave)
+    atexit.unregister(leave_group)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        leave_group()
         time.sleep(_SETTLE_SECONDS)
 
 

@@ -155,10 +155,6 @@ def given_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
-"""Whether an operator overload writes to an argument."""
-
-
 def is_composite_operator(function: Any) -> bool:
     """Whether an operator overload has a kernel, in C++, that calls other operators."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), DispatchKey.CompositeImplicitAutograd)

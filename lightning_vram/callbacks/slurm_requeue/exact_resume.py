@@ -21,7 +21,6 @@ from lightning_vram.private_names.lightning import (
     set_sampler_epoch,
     stop_restarting,
     training_data,
-    update_metrics,
 )
 from lightning_vram.techniques.exact_resume import (
     can_be_stateful,
@@ -119,7 +118,7 @@ class ExactResume:
             self._restore_random(self._mine(state))
             end = state["end"][self._trainer.global_rank]
             for kind in _METRICS:
-                update_metrics(self._trainer, kind, end[kind])
+                getattr(self._trainer, kind).update(end[kind])
             self._trainer.should_stop = end["should_stop"]
         return True
 
