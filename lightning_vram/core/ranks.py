@@ -7,8 +7,6 @@ import os
 import pickle
 import re
 import socket
-import time
-import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -20,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.nn.parameter import is_lazy
 
 from lightning_vram.core.host.memory import OffloadError
@@ -234,35 +231,14 @@ class naming_lost_peers:  # noqa: N801 - a context, used as one
             raise LostPeerError(message) from error
 
 
-_POLL_SECONDS = 0.01
-
-
-def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a view of ``store`` which holds nothing of an earlier attempt; a collective over all ranks.
-
-    ``torchrun`` restarts its workers, but its agent keeps their store, with the addresses of dead processes, and counts
-    restarts on each node by itself (pytorch#135712). So rank 0 draws a prefix for this attempt, and hands it out until
-    all have it: under a number that each rank draws, so that no rank reads an earlier answer.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return store
-    own = uuid.uuid4().hex
-    if rank > 0:
-        store.set(f"lightning_vram/{rank}", own)
-        store.wait([own], timeout)
-        prefix = store.get(own).decode()
-        store.add(prefix, 1)
-        return PrefixStore(prefix, store)
-    keys = [f"lightning_vram/{each}" for each in range(1, world_size)]
-    store.wait(keys, timeout)
-    deadline = time.monotonic() + timeout.total_seconds()
-    while store.add(own, 0) < len(keys):
-        if time.monotonic() > deadline:
-            raise dist.DistStoreError(f"wait timeout after {timeout.total_seconds():g} s, keys: {keys}")
-        for answer in store.multi_get(keys):  # of this attempt, or still of an earlier one
-            store.set(answer.decode(), own)
-        time.sleep(_POLL_SECONDS)
-    return PrefixStore(own, store)
+def check_store() -> None:
+    """Refuse restarts by ``torchrun`` whose agent keeps the store, with addresses of dead ranks (pytorch#135712)."""
+    has_old_addresses = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if has_old_addresses and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise RuntimeError(
+            "torchrun --max-restarts would start ranks again with the addresses of those that died. "
+            "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, with --standalone or --rdzv-backend=c10d."
+        )
 
 
 def check_same_modules(module: nn.Module, group: "dist.ProcessGroup | None" = None) -> None:
