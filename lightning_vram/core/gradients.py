@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
@@ -21,9 +22,6 @@ from lightning_vram.private_names.ddp import sync_buffers as broadcast_buffers
 from lightning_vram.private_names.dispatcher import copy_each, multiply_each, norm_each, order_by_group
 from lightning_vram.private_names.fsdp2 import local_shard
 from lightning_vram.private_names.torch import sparse_values
-
-if dist.is_available():
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
@@ -214,7 +212,7 @@ def expect_buffer_sync(ddp: DistributedDataParallel) -> None:
 
 def has_collectives_in_forward(module: nn.Module, *, is_training: bool = True) -> str | None:
     """Name what in ``module`` communicates in every forward or backward, so that ranks must run as many."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return None
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         return "FSDP2 modules"

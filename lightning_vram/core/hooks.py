@@ -31,24 +31,8 @@ from lightning_vram.core.tensors.properties import (
 )
 from lightning_vram.memory.storages import storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber, current_subscribers
+from lightning_vram.private_names import torch as private
 from lightning_vram.private_names.dispatcher import current_dispatch_modes, hide_from_dynamo, is_foreach
-from lightning_vram.private_names.torch import (
-    RunBackward,
-    base_of,
-    current_graph_task_id,
-    engine_run_backward,
-    hide_warning_of_hooks,
-    innermost_hooks,
-    is_in_transform,
-    is_tracing,
-    is_view,
-    make_saved_tensor,
-    num_writes,
-    pop_hooks,
-    push_hooks,
-    replace_run_backward,
-    without_autocast,
-)
 
 
 def count_foreach_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
@@ -63,12 +47,12 @@ class SelectiveCheckpointMode(OperatorSubscriber):
 
 def is_in_backward() -> bool:
     """Whether autograd runs a backward."""
-    return current_graph_task_id() != -1
+    return private.current_graph_task_id() != -1
 
 
 def is_transformed() -> bool:
     """Whether ``torch.func`` or a tracer runs: neither knows the saved-tensor hooks that checkpoints consist of."""
-    return is_in_transform() or is_tracing()
+    return private.is_in_transform() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
 def is_in_selective_checkpoint() -> bool:
@@ -91,10 +75,10 @@ class OwnHooks(ABC):
         """Return the tensor."""
 
     def __enter__(self) -> None:
-        push_hooks((self.pack_hook, self.unpack_hook))
+        private.push_hooks((self.pack_hook, self.unpack_hook))
 
     def __exit__(self, *args: object) -> None:
-        pop_hooks()
+        private.pop_hooks()
 
 
 Hooks = graph.saved_tensors_hooks | OwnHooks
@@ -111,7 +95,6 @@ class _OfThread(threading.local):
 _here = _OfThread()
 # Bound permanently: code that imports one of ours by name inside a step holds on to it.
 _disable: Callable[[str], AbstractContextManager[None]] = graph.disable_saved_tensors_hooks
-_backward: RunBackward | None = engine_run_backward()
 
 
 class stepping_aside:  # noqa: N801 - a context, quicker than one made by a generator
@@ -134,7 +117,7 @@ def _disable_without_ours(message: str) -> Iterator[None]:
     # Hooks of the user's own on top of ours stay: the transform refuses them, as it would without us.
     with ExitStack() as stack:
         for hooks, _ in reversed(_here.entered):
-            innermost = innermost_hooks()
+            innermost = private.innermost_hooks()
             if innermost is None or innermost[0] != hooks.pack_hook:
                 break
             hooks.__exit__(None, None, None)
@@ -144,24 +127,22 @@ def _disable_without_ours(message: str) -> Iterator[None]:
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
-    assert _backward is not None
     with ExitStack() as stack:
         for subscriber in [one for _, one in reversed(_here.entered) if one is not None]:
             if not subscriber.is_innermost:
                 break
             subscriber.__exit__()
             stack.callback(subscriber.__enter__)
-        return _backward(*args, **kwargs)
+        return private.run_backward(*args, **kwargs)
 
 
 def _replace_functions(functions: tuple[Any, Any]) -> None:
-    graph.disable_saved_tensors_hooks, run_backward = functions
-    if _backward is not None:  # without it a backward inside may round differently in few operators
-        replace_run_backward(run_backward)
+    graph.disable_saved_tensors_hooks, run = functions
+    private.replace_run_backward(run)
 
 
 _ours: tuple[Any, Any] = (_disable_without_ours, _run_backward)
-_functions = HeldSetting(lambda: (_disable, _backward), _replace_functions, _ours)
+_functions = HeldSetting(lambda: (_disable, private.run_backward), _replace_functions, _ours)
 
 
 @contextmanager
@@ -184,7 +165,7 @@ def may_be_unfinished(tensor: Tensor) -> bool:
 
     Not if it needs a gradient or is a view. The operator has finished when the next one saves something.
     """
-    return not tensor.requires_grad and type(tensor) not in PARAMETER_CLASSES and not is_view(tensor)
+    return not tensor.requires_grad and type(tensor) not in PARAMETER_CLASSES and not private.is_view(tensor)
 
 
 class StoredTensor(ABC):
@@ -269,7 +250,7 @@ class SavedTensorStage(ABC):
         if self._module is not None:
             self._buffers = {storage_address(buffer) for buffer in self._module.buffers()} - {0}
         self._next = innermost_stage()
-        hide_warning_of_hooks()
+        private.hide_warning_of_hooks()
         with ExitStack() as stack:
             hooks = saved_tensors_hooks(self._pack, self._unpack)
             stack.enter_context(hooks)
@@ -287,10 +268,10 @@ class SavedTensorStage(ABC):
     @hide_from_dynamo
     def _pack(self, tensor: Tensor) -> Any:
         if type(tensor) in PLAIN_TYPES and is_strided(tensor) and not self._is_lasting(tensor):
-            with torch.no_grad(), without_autocast(), saving(tensor):
+            with torch.no_grad(), private.without_autocast(), saving(tensor):
                 taken = self.take(tensor)
             if taken is not None:
-                return version_counter(tensor), num_writes(tensor), taken, tensor.shape
+                return version_counter(tensor), private.num_writes(tensor), taken, tensor.shape
         return pack_in_place(tensor)
 
     @hide_from_dynamo
@@ -299,7 +280,7 @@ class SavedTensorStage(ABC):
 
     def _is_lasting(self, tensor: Tensor) -> bool:
         """Whether its memory is that of a parameter or buffer, and stays whether it is saved or not."""
-        base = base_of(tensor) if is_view(tensor) else tensor
+        base = private.base_of(tensor) if private.is_view(tensor) else tensor
         return type(base) in PARAMETER_CLASSES or storage_address(tensor) in self._buffers
 
 
@@ -307,10 +288,10 @@ def pack_in_place(tensor: Tensor) -> Any:
     """Save a tensor as autograd would; see :func:`unpack`."""
     kind = type(tensor)
     if kind in PARAMETER_CLASSES:
-        return tensor, num_writes(tensor)  # itself: FSDP refills the memory of parameters
+        return tensor, private.num_writes(tensor)  # itself: FSDP refills the memory of parameters
     if kind not in PLAIN_TYPES or not is_strided(tensor):
         return tensor.detach() if tensor.grad_fn is not None else tensor
-    return tensor if tensor.is_leaf else alias(tensor), num_writes(tensor)
+    return tensor if tensor.is_leaf else alias(tensor), private.num_writes(tensor)
 
 
 def unpack(packed: Any) -> Tensor:
@@ -318,12 +299,12 @@ def unpack(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     counter, version, *_ = packed
-    if num_writes(counter) != version:
+    if private.num_writes(counter) != version:
         check_version(counter, version, packed[3] if len(packed) > 2 else counter.shape)
     if len(packed) == 2:
         return counter  # type: ignore[no-any-return]
     taken: StoredTensor = packed[2]
-    with torch.no_grad(), without_autocast():
+    with torch.no_grad(), private.without_autocast():
         return taken.give()
 
 
@@ -331,8 +312,8 @@ class SaveWatch:
     """Hooks that call ``on_save`` with each saved tensor, not to be kept, and pass it on to the hooks outside."""
 
     def __init__(self, on_save: Callable[[Tensor], None]) -> None:
-        hide_warning_of_hooks()
-        self._pack, self._unpack = innermost_hooks() or (pack_in_place, unpack)
+        private.hide_warning_of_hooks()
+        self._pack, self._unpack = private.innermost_hooks() or (pack_in_place, unpack)
         self._on_save = on_save
 
     def hooks(self) -> saved_tensors_hooks:
@@ -348,9 +329,9 @@ class SaveWatch:
 
 def unseen_saves() -> AbstractContextManager[Any]:
     """Return a context in which no hooks see what is saved, for a graph that ends in the call that begins it."""
-    if innermost_hooks() is None:
+    if private.innermost_hooks() is None:
         return nullcontext()
-    hide_warning_of_hooks()
+    private.hide_warning_of_hooks()
     return saved_tensors_hooks(pack_in_place, unpack)
 
 
@@ -371,7 +352,7 @@ class RecomputableTensors:
 
     def __init__(self) -> None:
         self._makes: dict[int, Make] = {}  # by address of the storage
-        self._pack_outside, self._unpack_outside = innermost_hooks() or (pack_in_place, unpack)
+        self._pack_outside, self._unpack_outside = private.innermost_hooks() or (pack_in_place, unpack)
 
     def add(self, tensor: Tensor, make: Make) -> Tensor:
         """Return ``tensor``, which ``make`` computes again. It must live to the end of the call."""
@@ -399,9 +380,9 @@ class RecomputableTensors:
 
 def save(tensor: Tensor) -> Callable[[], Tensor]:
     """Save ``tensor`` as a graph node does, under the hooks that are set now; return what gives it back, or raises."""
-    if make_saved_tensor is not None:
+    if private.make_saved_tensor is not None:
         is_output = False
-        return make_saved_tensor(tensor, is_output).unpack  # type: ignore[no-any-return]
+        return private.make_saved_tensor(tensor, is_output).unpack  # type: ignore[no-any-return]
     # The output, not its node: a node that no tensor holds gives up what it saved.
     return partial(_read, _Save.apply(torch.empty(0, requires_grad=True), (tensor,)))  # type: ignore[no-untyped-call]
 

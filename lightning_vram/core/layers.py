@@ -48,12 +48,7 @@ def match_layers(pattern: LayerPattern, names: dict[str, nn.Module], model: str)
         if not found:
             raise ValueError(f"layers={kind} matches no module of {model}. {_suggest(pattern.__name__, names)}")
         return found
-    try:
-        glob = re.compile(_translate(pattern))
-    except re.error as error:
-        raise ValueError(
-            f"layers={pattern!r} is not a valid pattern: {error}. Globs support *, **, ? and [abc]."
-        ) from None
+    glob = re.compile(_translate(pattern))
     found = [n for n, module in names.items() if glob.fullmatch(n) or pattern in _class_names(type(module))]
     if not found:
         raise ValueError(f"layers={pattern!r} matches no module or class of {model}. {_suggest(pattern, names)}")

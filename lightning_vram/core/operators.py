@@ -18,35 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils import flop_counter
 
+from lightning_vram.private_names import dispatcher
 from lightning_vram.private_names.dispatcher import (
-    ACTIVATED_PRODUCT,
-    ATTENTIONS,
-    BATCH_NORM,
-    BATCH_NORMS,
-    CONVOLUTIONS,
-    COPY_TO,
-    DIVIDE_EACH,
-    ELEMENTWISE,
-    EXACT_ARGUMENTS,
-    EXACT_RESULTS,
-    GROWING,
-    LINEAR_ALGEBRA,
-    MKL_PRODUCTS,
-    MKLDNN_CONVOLUTIONS,
-    MKLDNN_PRODUCTS,
-    NORM_OF_EACH,
-    NORMS,
-    OTHER_PRODUCTS,
-    PRODUCTS,
-    RECURRENT,
-    SEVERAL_RESULTS,
-    SPARSE_PRODUCTS,
-    VIEWS,
     FakeTensor,
     HigherOrderOperator,
     OpOverload,
     OpOverloadPacket,
-    all_operator_names,
     overload_name,
     schema_of,
 )
@@ -90,33 +67,22 @@ def _names(namespace: str, *names: str) -> frozenset[str]:
     return frozenset(f"{namespace}::{name}" for name in " ".join(names).split())
 
 
-_FLAT_PRODUCTS = (  # two FLOPs per element of the result and per number in the last dimension of the left matrix
-    _names("aten", "mm bmm addmm baddbmm mv dot vdot linear mkldnn_linear addmv", PRODUCTS)
-    | _names("mkldnn", MKLDNN_PRODUCTS)
-    | _names("mkl", MKL_PRODUCTS)
-)
-_SPARSE_PRODUCTS = _names("aten", "sparse_sampled_addmm", SPARSE_PRODUCTS)
-_CONVOLUTIONS = _names("mkldnn", MKLDNN_CONVOLUTIONS) | _names(
-    "aten",
-    "convolution convolution_overrideable mkldnn_convolution cudnn_convolution cudnn_convolution_transpose",
-    "cudnn_convolution_relu cudnn_convolution_add_relu conv_tbc miopen_convolution miopen_convolution_transpose",
-    "miopen_depthwise_convolution miopen_convolution_relu miopen_convolution_add_relu conv_depthwise3d thnn_conv2d",
-    "slow_conv3d_forward slow_conv_dilated2d slow_conv_dilated3d slow_conv_transpose2d slow_conv_transpose3d",
-    CONVOLUTIONS,
-)
-_RECURRENT = _names("aten", "miopen_rnn mkldnn_rnn_layer", RECURRENT)
-MATMULS = _FLAT_PRODUCTS | _SPARSE_PRODUCTS | _CONVOLUTIONS | _RECURRENT | _names("aten", "addbmm", OTHER_PRODUCTS)
+# Two FLOPs per element of the result and per number in the last dimension of the left matrix.
+_FLAT_PRODUCTS = _names("aten", "mm bmm addmm baddbmm mv dot vdot linear addmv", dispatcher.PRODUCTS)
+_CONVOLUTIONS = _names("aten", "convolution conv_tbc", dispatcher.CONVOLUTION)
+_RECURRENT = _names("aten", "miopen_rnn mkldnn_rnn_layer", dispatcher.RECURRENT)
+MATMULS = _FLAT_PRODUCTS | _CONVOLUTIONS | _RECURRENT | _names("aten", "addbmm", dispatcher.OTHER_PRODUCTS)
 """Qualified names, without overload, of matrix products, convolutions and recurrent kernels."""
 
-ATTENTION = _names("aten", ATTENTIONS) | _names("higher_order", "flex_attention")
+ATTENTION = _names("aten", dispatcher.ATTENTIONS) | _names("higher_order", "flex_attention")
 """Qualified names, without overload, of attention kernels in the forward."""
 
 _FREE = _names(  # they give memory or numbers about tensors, and touch none
-    "aten", "empty empty_like empty_strided new_empty new_empty_strided lift_fresh", VIEWS
+    "aten", "empty empty_like empty_strided new_empty new_empty_strided lift_fresh", dispatcher.VIEWS
 )
 # They read of a large table what they give. Counted by its size, a look-up would cost more than a layer.
 _LOOKUPS = _names("aten", "embedding index index_select gather take slice_copy select_copy")
-_LEFT_MATRIX_SECOND = _names("aten", "addmm baddbmm addmv", ACTIVATED_PRODUCT)
+_LEFT_MATRIX_SECOND = _names("aten", "addmm baddbmm addmv", dispatcher.ACTIVATED_PRODUCT)
 
 
 @dataclass(frozen=True)
@@ -190,13 +156,10 @@ def find_overloads(name: str) -> list[Any]:
 
 
 def _suggest(name: str) -> str:
-    known = sorted({known.partition(".")[0].replace("::", ".") for known in all_operator_names()})
+    known = sorted({known.partition(".")[0].replace("::", ".") for known in dispatcher.all_operator_names()})
     plain = name.replace("::", ".").removeprefix("torch.ops.")
     parts = plain.split(".")
     wanted = ".".join(parts[:2]) if len(parts) > 1 else f"aten.{plain}"
-    if wanted in known and len(parts) > 1:
-        overloads = ", ".join(map(repr, getattr(getattr(torch.ops, parts[0]), parts[1]).overloads()))
-        return f"{wanted} has the overloads {overloads}; write {wanted!r} for all of them."
     close = difflib.get_close_matches(wanted, known, n=5, cutoff=0.7)
     hint = f"Close names: {', '.join(map(repr, close))}. " if close else ""
     return f"{hint}Write 'namespace.name' as under torch.ops, and import the library that defines it first."
@@ -313,13 +276,13 @@ def _returns_tensors(function: Any) -> bool:
 
 
 _FAMILIES: dict[Any, Family] = {
-    **dict.fromkeys(_overloads(_VIEWS, VIEWS), Family.VIEW),
-    **dict.fromkeys(_overloads(_OTHERS, ELEMENTWISE), Family.ELEMENTWISE),
-    **dict.fromkeys(_overloads(_GROWING, GROWING), Family.GROWING),
-    **dict.fromkeys(_overloads(_SEVERAL_RESULTS, SEVERAL_RESULTS), Family.SEVERAL_RESULTS),
-    **dict.fromkeys(_overloads(_NORMS, NORMS), Family.NORM),
+    **dict.fromkeys(_overloads(_VIEWS, dispatcher.VIEWS), Family.VIEW),
+    **dict.fromkeys(_overloads(_OTHERS, dispatcher.ELEMENTWISE), Family.ELEMENTWISE),
+    **dict.fromkeys(_overloads(_GROWING, dispatcher.GROWING), Family.GROWING),
+    **dict.fromkeys(_overloads(_SEVERAL_RESULTS, dispatcher.SEVERAL_RESULTS), Family.SEVERAL_RESULTS),
+    **dict.fromkeys(_overloads(_NORMS, dispatcher.NORMS), Family.NORM),
     # Its schema says that it writes to the running statistics, which a second run does not do.
-    **dict.fromkeys([*_overloads(_BATCH_NORMS, BATCH_NORMS), BATCH_NORM], Family.BATCH_NORM),
+    **dict.fromkeys([*_overloads(_BATCH_NORMS, dispatcher.BATCH_NORMS), dispatcher.BATCH_NORM], Family.BATCH_NORM),
     aten.native_dropout.default: Family.DROPOUT,
     aten.bernoulli_.float: Family.BERNOULLI,
 }
@@ -407,12 +370,12 @@ _ALL_NAMES = (
     "lu_unpack maximum minimum mse_loss mvlgamma nansum polygamma prod remainder renorm scatter_reduce "
     "segment_reduce sgn sinh smooth_l1_loss tan triangular_solve xlogy"
 )
-_ALL = {*_ALL_NAMES.split(), *EXACT_ARGUMENTS.split()}
-_PREFIXES = ("linalg_", LINEAR_ALGEBRA, "special_")
+_ALL = {*_ALL_NAMES.split(), *dispatcher.EXACT_ARGUMENTS.split()}
+_PREFIXES = ("linalg_", dispatcher.LINEAR_ALGEBRA, "special_")
 # One of them. Its other arguments are only multiplied with.
-_ONE = {"div": "other", DIVIDE_EACH: "other", "grid_sampler_2d": "grid", "grid_sampler_3d": "grid"}
+_ONE = {"div": "other", dispatcher.DIVIDE_EACH: "other", "grid_sampler_2d": "grid", "grid_sampler_3d": "grid"}
 _ONLY_WHOLE = frozenset(["max", "min", "median", "nanmedian"])  # with a ``dim`` the backward has indices
-_MEASURING_NORMS = frozenset(["norm", "linalg_vector_norm", NORM_OF_EACH])
+_MEASURING_NORMS = frozenset(["norm", "linalg_vector_norm", dispatcher.NORM_OF_EACH])
 
 # Of what is saved of these: their first result. (Second results are always exact.)
 _RESULTS_NAMES = (
@@ -420,7 +383,7 @@ _RESULTS_NAMES = (
     "logaddexp logcumsumexp logsumexp max mean median min nanmedian norm pow prod reciprocal renorm rsqrt "
     "scatter_reduce segment_reduce sqrt std sum tan var"
 )
-_RESULTS = frozenset([*_RESULTS_NAMES.split(), *EXACT_RESULTS.split()])
+_RESULTS = frozenset([*_RESULTS_NAMES.split(), *dispatcher.EXACT_RESULTS.split()])
 
 
 @cache
@@ -437,15 +400,15 @@ def exact_arguments(function: Any) -> Callable[[tuple[Any, ...], dict[str, Any] 
     if function.namespace != "aten":
         return None
     if name in _MEASURING_NORMS:
-        return lambda args, kwargs: iter(()) if _is_smooth_norm(args, kwargs) else iterate_tensors(args)
+        return lambda args, kwargs: iter(()) if _is_smooth_norm(args, kwargs) else tensors_in(args)
     if name == "pow":
-        return lambda args, kwargs: iter(()) if _is_polynomial(args) else iterate_tensors(args)
+        return lambda args, kwargs: iter(()) if _is_polynomial(args) else tensors_in(args)
     if name in _ONE:
         position = [argument.name for argument in schema_of(function).arguments].index(_ONE[name])
-        return lambda args, kwargs: iterate_tensors(args[position : position + 1])
+        return lambda args, kwargs: tensors_in(args[position : position + 1])
     is_whole = name in _ONLY_WHOLE and overload_name(function) == "default"
     if name in _ALL or is_whole or name.startswith(_PREFIXES):
-        return lambda args, kwargs: iterate_tensors((*args, *(kwargs or {}).values()))
+        return lambda args, kwargs: tensors_in((*args, *(kwargs or {}).values()))
     return None
 
 
@@ -455,16 +418,7 @@ def gives_exact_result(function: Any) -> bool:
     name = base_name(function)
     if function.namespace != "aten" or (name in _ONLY_WHOLE and overload_name(function) != "default"):
         return False
-    return name in _RESULTS or name.startswith(("linalg_", LINEAR_ALGEBRA))
-
-
-def iterate_tensors(args: Any) -> Iterator[Tensor]:
-    """Yield the tensors among ``args`` and in lists of them."""
-    for arg in args:
-        if isinstance(arg, Tensor):
-            yield arg
-        elif isinstance(arg, list | tuple):
-            yield from iterate_tensors(arg)
+    return name in _RESULTS or name.startswith(("linalg_", dispatcher.LINEAR_ALGEBRA))
 
 
 def _is_smooth_norm(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
@@ -485,7 +439,7 @@ def is_constant(function: Any) -> bool:
 
 def is_pointwise(function: Any) -> bool:
     """Whether each element of the result comes from one of each argument, or is one of them."""
-    others = (COPY_TO, "clone", "cat", "stack", "leaky_relu")  # of the last torch 2.11 does not say so
+    others = (dispatcher.COPY_TO, "clone", "cat", "stack", "leaky_relu")  # of the last torch 2.11 does not say so
     return torch.Tag.pointwise in function.tags or base_name(function) in others
 
 

@@ -40,20 +40,15 @@ _SETTLE_SECONDS = 0.1
 
 def leave_group_at_exit() -> None:
     """Destroy the process group when Python ends: else a process that has finished may abort, and fail the job."""
-    atexit.unregister(_leave)
-    atexit.register(_leave)
+    atexit.unregister(leave_group)
+    atexit.register(leave_group)
 
 
 def leave_group() -> None:
     """Destroy the process group and all groups made from it. Does nothing if there is none; no collective."""
-    atexit.unregister(_leave)
-    if dist.is_available() and dist.is_initialized():
+    atexit.unregister(leave_group)
+    if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _leave() -> None:
-    if dist.is_available() and dist.is_initialized():
-        leave_group()
         time.sleep(_SETTLE_SECONDS)
 
 
@@ -150,9 +145,6 @@ class StopSignals:
             del _handlers_before[one]
 
 
-_ENDLESS = 2**62
-
-
 class StopVote:
     """Votes on stop signals that all ranks take in step: sent when a batch begins, read when the next one does."""
 
@@ -161,7 +153,7 @@ class StopVote:
         self._signals = signals
         self._pending: Callable[[], tuple[int, ...]] | None = None
         self._strongest = 0
-        self._num_left = 0
+        self._num_left: float = 0
 
     @property
     def name(self) -> str:
@@ -181,11 +173,10 @@ class StopVote:
     def limit(self, num_batches: float) -> None:
         """Agree on how often :meth:`exchange_limited` votes; infinity if the number of batches is unknown here."""
         if self._agreement.is_alone:
-            self._num_left = _ENDLESS
-            return
-        is_endless = math.isinf(num_batches)
-        least, most = self._agreement.smallest(_ENDLESS if is_endless else int(num_batches), -int(is_endless))
-        self._num_left = least if not most else 0
+            self._num_left = math.inf
+        else:
+            (negative,) = self._agreement.largest(0 if math.isinf(num_batches) else -int(num_batches))
+            self._num_left = -negative
 
     def exchange_limited(self) -> bool:
         """Vote as :meth:`exchange`, as long as all ranks come; then ``False``."""

@@ -7,8 +7,6 @@ import os
 import pickle
 import re
 import socket
-import time
-import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -20,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.nn.parameter import is_lazy
 
 from lightning_vram.core.host.memory import OffloadError
@@ -51,7 +48,7 @@ class RankAgreement:
         self._timeout = timedelta(minutes=30) if timeout is None else timeout
         self._failure: str | None = None
         self._group: dist.ProcessGroup | None = None
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         try:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
@@ -68,15 +65,11 @@ class RankAgreement:
 
     def largest(self, *values: int, timeout: timedelta | None = None) -> tuple[int, ...]:
         """Return the largest of each value (at most 64 bits) over the ranks; ``timeout`` can only be shorter."""
-        return self._begin(values, dist.ReduceOp.MAX, timeout)() if not self.is_alone else values
-
-    def smallest(self, *values: int, timeout: timedelta | None = None) -> tuple[int, ...]:
-        """Find the smallest of each value over the ranks: see :meth:`largest`."""
-        return self._begin(values, dist.ReduceOp.MIN, timeout)() if not self.is_alone else values
+        return self._begin(values, timeout)() if not self.is_alone else values
 
     def begin_largest(self, *values: int) -> Callable[[], tuple[int, ...]]:
         """Begin to find the largest of each value; the returned function waits for it. All ranks do so in one order."""
-        return self._begin(values, dist.ReduceOp.MAX, None) if not self.is_alone else lambda: values
+        return self._begin(values, None) if not self.is_alone else lambda: values
 
     def gather(self, value: Any) -> list[Any]:
         """Collect one small value of each rank, which can be pickled, on all ranks, in their order."""
@@ -100,16 +93,14 @@ class RankAgreement:
         if dist.is_initialized():  # else all groups are gone already
             dist.destroy_process_group(group)
 
-    def _begin(
-        self, values: tuple[int, ...], operation: "dist.ReduceOp.RedOpType", timeout: timedelta | None
-    ) -> Callable[[], tuple[int, ...]]:
+    def _begin(self, values: tuple[int, ...], timeout: timedelta | None) -> Callable[[], tuple[int, ...]]:
         if self._failure is not None or self._group is None:
             raise RankAgreementError(self._failure)
         if not values:
             return lambda: ()
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
-        options.reduceOp = operation  # type: ignore[assignment]  # the stub knows the class only, not its values
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # the stub knows the class only, not its values
         options.timeout = min(timeout or self._timeout, self._timeout)  # dist.all_reduce knows no timeout of its own
         try:
             work = self._group.allreduce([tensor], options)
@@ -173,7 +164,7 @@ def current_rank() -> int:
 
 def num_ranks(group: "dist.ProcessGroup | None" = None) -> int:
     """Return the number of processes, in a group or in all; 1 without ``torch.distributed``."""
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def gather_objects(value: Result, group: "dist.ProcessGroup | None" = None) -> list[Result]:
@@ -240,35 +231,14 @@ class naming_lost_peers:  # noqa: N801 - a context, used as one
             raise LostPeerError(message) from error
 
 
-_POLL_SECONDS = 0.01
-
-
-def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a view of ``store`` which holds nothing of an earlier attempt; a collective over all ranks.
-
-    ``torchrun`` restarts its workers, but its agent keeps their store, with the addresses of dead processes, and counts
-    restarts on each node by itself (pytorch#135712). So rank 0 draws a prefix for this attempt, and hands it out until
-    all have it: under a number that each rank draws, so that no rank reads an earlier answer.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return store
-    own = uuid.uuid4().hex
-    if rank > 0:
-        store.set(f"lightning_vram/{rank}", own)
-        store.wait([own], timeout)
-        prefix = store.get(own).decode()
-        store.add(prefix, 1)
-        return PrefixStore(prefix, store)
-    keys = [f"lightning_vram/{each}" for each in range(1, world_size)]
-    store.wait(keys, timeout)
-    deadline = time.monotonic() + timeout.total_seconds()
-    while store.add(own, 0) < len(keys):
-        if time.monotonic() > deadline:
-            raise dist.DistStoreError(f"wait timeout after {timeout.total_seconds():g} s, keys: {keys}")
-        for answer in store.multi_get(keys):  # of this attempt, or still of an earlier one
-            store.set(answer.decode(), own)
-        time.sleep(_POLL_SECONDS)
-    return PrefixStore(own, store)
+def check_store() -> None:
+    """Refuse restarts by ``torchrun`` whose agent keeps the store, with addresses of dead ranks (pytorch#135712)."""
+    has_old_addresses = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if has_old_addresses and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise RuntimeError(
+            "torchrun --max-restarts would start ranks again with the addresses of those that died. "
+            "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, with --standalone or --rdzv-backend=c10d."
+        )
 
 
 def check_same_modules(module: nn.Module, group: "dist.ProcessGroup | None" = None) -> None:
@@ -284,25 +254,20 @@ def check_same_modules(module: nn.Module, group: "dist.ProcessGroup | None" = No
     )
 
 
-def spread_values(module: nn.Module, group: "dist.ProcessGroup | None" = None) -> bool:
-    """Copy parameters and buffers that differ from rank 0 to all; return whether any did. A collective on the host."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    if num_ranks(group) == 1 or not named or detect_fake_mode() is not None:  # fake tensors have no values
-        return False
-    plain = [_is_plain(tensor) for _, tensor in named]
-    sums = [_checksum(tensor) if is_plain else 0 for (_, tensor), is_plain in zip(named, plain, strict=True)]
-    gathered = [torch.empty(2, len(named), dtype=torch.int64) for _ in range(num_ranks(group))]
-    dist.all_gather(gathered, torch.tensor([plain, sums], dtype=torch.int64), group)
-    lacking, differing = (torch.stack(gathered) != gathered[0]).any(dim=0).tolist()
-    if any(lacking):
-        name = next(name for (name, _), is_lacking in zip(named, lacking, strict=True) if is_lacking)
-        raise ValueError(
-            f"{name!r} is an ordinary tensor on the host on some ranks only: build the same model on all ranks."
-        )
-    for (_, tensor), differs in zip(named, differing, strict=True):
-        if differs:
-            _broadcast(tensor, group)
-    return any(differing)
+def spread_values(module: nn.Module, group: "dist.ProcessGroup | None" = None) -> None:
+    """Copy parameters and buffers on the host that differ from rank 0 to all. A collective on the host.
+
+    To be called after :func:`check_same_modules`.
+    """
+    plain = [tensor for tensor in chain(module.parameters(), module.buffers()) if _is_plain(tensor)]
+    if num_ranks(group) == 1 or not plain or detect_fake_mode() is not None:  # fake tensors have no values
+        return
+    sums = torch.tensor(list(map(_checksum, plain)), dtype=torch.int64)
+    gathered = [torch.empty_like(sums) for _ in range(num_ranks(group))]
+    dist.all_gather(gathered, sums, group)
+    differing = (torch.stack(gathered) != gathered[0]).any(dim=0).tolist()
+    for tensor in (one for one, differs in zip(plain, differing, strict=True) if differs):
+        _broadcast(tensor, group)
 
 
 def _describe_module(module: nn.Module) -> list[str]:
@@ -314,6 +279,7 @@ def _describe_module(module: nn.Module) -> list[str]:
         first_name = first_names.setdefault(id(tensor), name)
         shape = "no shape yet" if is_lazy(tensor) else f"shape {tuple(tensor.shape)}"
         text = f"has {shape}, {str(tensor.dtype).removeprefix('torch.')}, requires_grad={tensor.requires_grad}"
+        text += "" if _is_plain(tensor) else f", as {type(tensor).__name__} on {tensor.device.type}"
         entries.append(f"{kind} {name!r} {text if first_name == name else f'is the same as {first_name!r}'}")
     return entries
 

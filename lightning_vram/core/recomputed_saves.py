@@ -19,17 +19,8 @@ from typing_extensions import override
 from lightning_vram.core.hooks import OwnHooks, may_be_unfinished
 from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, REAL_TYPES, is_strided
 from lightning_vram.memory.storages import storage_address
+from lightning_vram.private_names import torch as private
 from lightning_vram.private_names.dispatcher import hide_from_dynamo, without_dispatch
-from lightning_vram.private_names.torch import (
-    StopRecomputation,
-    base_of,
-    current_graph_group,
-    current_graph_task_id,
-    hide_warning_of_hooks,
-    is_view,
-    num_nodes,
-    num_writes,
-)
 
 _NUM_SAMPLES = 256
 _TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 5e-2}  # of the largest sample
@@ -73,11 +64,11 @@ class SavedSamples:
 
     def take(self, tensor: Tensor) -> None:
         """Take a sample of a tensor that is being saved."""
-        if self._pending and num_nodes() != self._operator:
+        if self._pending and private.num_nodes() != self._operator:
             self.settle()
         is_pending = may_be_unfinished(tensor)
         if is_pending:
-            self._operator = num_nodes()
+            self._operator = private.num_nodes()
             self._pending.append((len(self._samples), tensor))
         self._samples.append(None if is_pending else self._sample(tensor))
 
@@ -100,7 +91,7 @@ class SavedSamples:
         return None if number is None else f"Saved tensor {number} has other values."
 
     def _sample(self, tensor: Tensor) -> Tensor | None:
-        base = base_of(tensor) if is_view(tensor) else tensor
+        base = private.base_of(tensor) if private.is_view(tensor) else tensor
         is_compared = tensor.dtype in _FLOATING or tensor.dim() > 0
         if not is_compared or type(base) in PARAMETER_CLASSES or storage_address(tensor) in self._buffers:
             return None
@@ -177,7 +168,7 @@ class RecomputedSaves(OwnHooks):
         stops_early: bool,
         samples: SavedSamples | None = None,
     ) -> None:
-        hide_warning_of_hooks()
+        private.hide_warning_of_hooks()
         self.places = places
         self.kinds: list[_Kind] = []
         self.is_complete = False  # whether the first run is over: to be set
@@ -193,8 +184,8 @@ class RecomputedSaves(OwnHooks):
     def pack_hook(self, tensor: Tensor) -> Placeholder:
         place = Placeholder()
         self.places.append(ref(place))
-        is_parameter = type(tensor) in PARAMETER_CLASSES or type(base_of(tensor)) in PARAMETER_CLASSES
-        num_written = num_writes(tensor) if is_parameter else _NOT_COUNTED
+        is_parameter = type(tensor) in PARAMETER_CLASSES or type(private.base_of(tensor)) in PARAMETER_CLASSES
+        num_written = private.num_writes(tensor) if is_parameter else _NOT_COUNTED
         self.kinds.append((tensor.shape, tensor.dtype, tensor.device, num_written))
         if self.samples is not None:
             self.samples.take(tensor)
@@ -203,9 +194,9 @@ class RecomputedSaves(OwnHooks):
     @override
     @hide_from_dynamo
     def unpack_hook(self, packed: Placeholder) -> Tensor:
-        backward: Any = current_graph_group()  # several backwards that count as one
+        backward: Any = private.current_graph_group()  # several backwards that count as one
         if backward is None:
-            backward = current_graph_task_id()
+            backward = private.current_graph_task_id()
             if backward == _NOT_IN_BACKWARD:
                 backward = object()  # nothing is saved for later reads
         if backward not in self._filled:
@@ -219,7 +210,7 @@ class RecomputedSaves(OwnHooks):
         try:
             with torch.enable_grad():
                 self._run_again(second)
-        except StopRecomputation:
+        except private.StopRecomputation:
             pass
         self._filled.add(backward)
         difference = second.difference()
@@ -244,7 +235,7 @@ class RecomputationHooks(OwnHooks):
     @hide_from_dynamo
     def pack_hook(self, tensor: Tensor) -> Tensor:  # noqa: C901 - once for each saved tensor, without a further call
         saves, number = self._saves, self._number
-        if self._last != -1 and num_nodes() == self._last:
+        if self._last != -1 and private.num_nodes() == self._last:
             return tensor.detach()  # else a result would hold its own node
         if number >= len(saves.places):
             return self._pack_more(tensor)
@@ -253,13 +244,13 @@ class RecomputationHooks(OwnHooks):
             self._samples.take(tensor)
         if tensor.requires_grad:
             tensor = tensor.detach()
-        elif type(tensor) not in PARAMETER_CLASSES and not is_view(tensor):
-            self._unfinished = num_nodes()
+        elif type(tensor) not in PARAMETER_CLASSES and not private.is_view(tensor):
+            self._unfinished = private.num_nodes()
         place = saves.places[number]()
         if place is not None:  # else autograd has let go of it, after a backward inside of the call
             place[self._backward] = tensor
             was = saves.kinds[number]
-            num_written = num_writes(tensor) if was[-1] != _NOT_COUNTED else _NOT_COUNTED
+            num_written = private.num_writes(tensor) if was[-1] != _NOT_COUNTED else _NOT_COUNTED
             now = (tensor.shape, tensor.dtype, tensor.device, num_written)
             if saves.compares_kinds and was != now:
                 text = f"was {_describe(*was)} and is {_describe(*now)}"
@@ -267,9 +258,9 @@ class RecomputationHooks(OwnHooks):
                     text = "is a parameter that was modified by an inplace operation: write it after the backward"
                 self._difference = self._difference or f"Saved tensor {number + 1} {text}."
         if saves.stops_early and number + 1 == len(saves.places):
-            self._last = num_nodes()
+            self._last = private.num_nodes()
             if self._last != self._unfinished:
-                raise StopRecomputation
+                raise private.StopRecomputation
         return tensor
 
     @override
@@ -295,7 +286,7 @@ class RecomputationHooks(OwnHooks):
             return tensor.detach()
         if not saves.stops_early:
             self._number += 1
-        raise StopRecomputation
+        raise private.StopRecomputation
 
 
 def _describe(shape: torch.Size, dtype: torch.dtype, device: torch.device, num_written: int) -> str:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import is_, itemgetter, methodcaller
-from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -16,19 +15,9 @@ from lightning_vram.core.random_state import AmbientState, source_of
 from lightning_vram.core.tensors.properties import REAL_TYPES, is_shard, num_bytes_of
 from lightning_vram.memory.storages import version_of
 from lightning_vram.memory.units import MIB
+from lightning_vram.private_names import torch as private
 from lightning_vram.private_names.ddp import is_part_of_flat_parameter
 from lightning_vram.private_names.dispatcher import OptimizedModule
-from lightning_vram.private_names.torch import (
-    BUFFERS,
-    CHILDREN,
-    PARAMETERS,
-    InstanceNormBase,
-    NormBase,
-    num_writes,
-    own_buffers,
-    storage_identity,
-    without_torch_function,
-)
 
 ALWAYS_COPIED_BYTES = MIB
 SAVED_COPY_BYTES = 64 * 1024  # copies up to this size are saved whether the tensor is written or not
@@ -61,7 +50,7 @@ class AttributeState:
         self.tensors: dict[str, Tensor] = {}  # the attributes that are
         self._kind = type(module)
         self._attributes = vars(module).copy()
-        registered = self._attributes[PARAMETERS]
+        registered = self._attributes[private.PARAMETERS]
         self._parameters = registered.copy() if type(registered) in _DICTS else None  # not of a scripted module
         self._empty: list[Any] = []  # containers
         self._undos: list[Undo] = []  # of containers that are not empty, and of generators
@@ -70,9 +59,9 @@ class AttributeState:
             if kind in _CONTAINERS:
                 if not value:
                     self._empty.append(value)
-                elif name in _REGISTRIES and name != PARAMETERS:
+                elif name in _REGISTRIES and name != private.PARAMETERS:
                     self._undos.append(partial(_refill, value, value.copy()))
-                elif name != PARAMETERS:
+                elif name != private.PARAMETERS:
                     self._note(value, depth=0)
             elif isinstance(value, Tensor):
                 self.tensors[name] = value
@@ -92,7 +81,7 @@ class AttributeState:
             container.clear()
         for undo in self._undos:
             undo()
-        registered, parameters = now[PARAMETERS], self._parameters
+        registered, parameters = now[private.PARAMETERS], self._parameters
         if parameters is None or not (parameters or registered) or _has(registered, parameters):
             return
         if not any(map(is_shard, (*registered.values(), *parameters.values()))):  # FSDP2 moves its own in and out
@@ -140,7 +129,7 @@ def iterate_members(*modules: nn.Module) -> list[nn.Module]:
     while waiting:
         member = waiting.pop()
         members.append(member)
-        children = vars(member)[CHILDREN]
+        children = vars(member)[private.CHILDREN]
         if children:
             for child in children.values():
                 if child is not None and id(child) not in seen:
@@ -169,7 +158,6 @@ class ForwardFacts:
 
     written: set[tuple[int, str]] | None = None  # buffers and tensor attributes: number of the submodule, and name
     draws_from_numpy: bool | None = None  # one that does so in later forwards only is not noticed
-    reads_statistics: bool | None = None  # whether its code names the running statistics of its norms
 
 
 @dataclass(slots=True)
@@ -204,16 +192,16 @@ class ForwardState:
         self._states = [AttributeState(member) for member in self._members]
         self._parameters = [(one, one.requires_grad) for one in self._iterate_parameters()]
         self._held: dict[tuple[int, str], _Held] = {}
-        self._statistics: list[tuple[dict[str, Any], str]] = []  # that move on, and that nobody reads
         self._watched: list[tuple[str, Tensor, int]] = []  # with its version
-        for number, (buffers, state) in enumerate(zip(self._own(BUFFERS), self._states, strict=True)):
-            if buffers:
-                self._take_buffers(number, buffers)
+        for number, (buffers, state) in enumerate(zip(self._own(private.BUFFERS), self._states, strict=True)):
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    self._hold((number, name), buffers, buffer)
             for name, tensor in state.tensors.items():
                 if type(tensor) is Tensor and not is_part_of_flat_parameter(tensor):
-                    self._hold(number, name, vars(state.module), tensor)
+                    self._hold((number, name), vars(state.module), tensor)
         # Those of the parameters, too: a layer may get its tensors inside an object of the user's.
-        parameters = chain.from_iterable(map(_read_values, self._own(PARAMETERS)))
+        parameters = chain.from_iterable(map(_read_values, self._own(private.PARAMETERS)))
         devices = {*devices, *(parameter.device for parameter in parameters if parameter is not None)}
         self._ambient = AmbientState(devices, has_numpy=learned.draws_from_numpy is not False)
 
@@ -233,7 +221,7 @@ class ForwardState:
             elif num_bytes_of(held.tensor) > SAVED_COPY_BYTES:
                 held.start = None
                 if not held.tensor.is_inference():
-                    self._watched.append((place[1], held.tensor, num_writes(held.tensor)))
+                    self._watched.append((place[1], held.tensor, private.num_writes(held.tensor)))
         drawn = self._ambient.settle()
         if self._learned.draws_from_numpy is None:
             self._learned.draws_from_numpy = "numpy" in drawn
@@ -242,7 +230,7 @@ class ForwardState:
     def run(self, work: Callable[[], _T]) -> _T:
         """Return the result of ``work`` in the state before the forward. May be called again."""
         for name, one, version in self._watched:
-            if num_writes(one) != version:
+            if private.num_writes(one) != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"{name} of shape {list(one.shape)} in {self._name}, a layer that is recomputed. Assign a new one."
@@ -251,7 +239,7 @@ class ForwardState:
 
     def _run(self, work: Callable[[], _T]) -> _T:
         now = [AttributeState(member) for member in self._members]
-        with without_torch_function():  # who observes a weight hears only of what the layer does with it
+        with private.without_torch_function():  # who observes a weight hears only of what the layer does with it
             parameters = [(one, one.data, one.requires_grad) for one in self._iterate_parameters()]
         try:
             self._put_back(now)
@@ -279,57 +267,23 @@ class ForwardState:
         for (_, name), held in self._held.items():
             if held.start is not None:  # copied once more: a retained graph may be recomputed again
                 held.registry[name] = copies.setdefault(id(held.tensor), writable_copy(held.start))
-        for registry, name in self._statistics:
-            registry[name] = writable_copy(registry[name])
 
-    def _take_buffers(self, number: int, buffers: dict[str, Any]) -> None:
-        member = self._members[number]
-        are_statistics = member.training and _has_statistics(member) and not self._reads_statistics()
-        are_statistics &= not isinstance(member, InstanceNormBase)  # saves copies of them
-        for name, buffer in buffers.items():
-            if buffer is not None and are_statistics:
-                self._statistics.append((buffers, name))
-            elif buffer is not None:
-                self._hold(number, name, buffers, buffer)
-
-    def _hold(self, number: int, name: str, registry: dict[str, Any], tensor: Tensor) -> None:
-        written, place = self._learned.written, (number, name)
+    def _hold(self, place: tuple[int, str], registry: dict[str, Any], tensor: Tensor) -> None:
+        written = self._learned.written
         if tensor.requires_grad:  # a weight that was computed, or a condition: not written as a rule
             is_copied = num_bytes_of(tensor) <= SAVED_COPY_BYTES or place in (written or ())
         else:
             is_copied = written is None or place in written or num_bytes_of(tensor) <= ALWAYS_COPIED_BYTES
         self._held[place] = _Held(registry, tensor, writable_copy(tensor) if is_copied else None, version_of(tensor))
 
-    def _reads_statistics(self) -> bool:
-        if self._learned.reads_statistics is None:
-            classes = {kind for member in self._members for kind in type(member).__mro__}
-            own = [kind for kind in classes if not kind.__module__.startswith("torch.nn.modules.")]
-            self._learned.reads_statistics = any(_names_statistics(one) for kind in own for one in vars(kind).values())
-        return self._learned.reads_statistics
-
     def _own(self, registry: str) -> Iterator[dict[str, Any]]:
         """Yield the registries of all members: this and its callers call no Python function for each."""
         return map(itemgetter(registry), map(vars, self._members))
 
     def _iterate_parameters(self) -> Iterator[Tensor]:
-        for parameter in chain.from_iterable(map(_read_values, self._own(PARAMETERS))):
+        for parameter in chain.from_iterable(map(_read_values, self._own(private.PARAMETERS))):
             if type(parameter) is nn.Parameter or (parameter is not None and not is_shard(parameter)):
                 yield parameter
-
-
-def _has_statistics(module: nn.Module) -> bool:
-    """Whether buffers are statistics of torch's own norms: written in training, past their version, and not read."""
-    return isinstance(module, NormBase) and type(module).forward.__module__.startswith("torch.nn.modules.")
-
-
-def _names_statistics(value: Any) -> bool:
-    """Whether a function or property, or code inside of it, names running statistics."""
-    value = getattr(value, "fget", None) or getattr(value, "__func__", None) or value
-    code = getattr(getattr(value, "__wrapped__", value), "__code__", value)
-    if not isinstance(code, CodeType):
-        return False
-    is_named = not {"running_mean", "running_var"}.isdisjoint(code.co_names)
-    return is_named or any(map(_names_statistics, code.co_consts))
 
 
 def _is_moved(parameter: Tensor, data: Tensor) -> bool:
@@ -337,7 +291,7 @@ def _is_moved(parameter: Tensor, data: Tensor) -> bool:
     if parameter.storage_offset() != data.storage_offset():
         return True
     try:
-        return storage_identity(parameter) != storage_identity(data)
+        return private.storage_identity(parameter) != private.storage_identity(data)
     except (NotImplementedError, RuntimeError):  # not one piece of memory
         return False
 
@@ -353,6 +307,8 @@ def writable_copy(tensor: Tensor) -> Tensor:
 def iterate_floating_buffers(module: nn.Module) -> Iterator[Tensor]:
     """Yield the buffers of ``module`` that are neither masks nor statistics of torch's own norms."""
     for member in module.modules():
-        if not _has_statistics(member):
-            buffers = (buffer for buffer in own_buffers(member).values() if buffer is not None)
+        if not (
+            isinstance(member, private.NormBase) and type(member).forward.__module__.startswith("torch.nn.modules.")
+        ):
+            buffers = (buffer for buffer in private.own_buffers(member).values() if buffer is not None)
             yield from (buffer for buffer in buffers if buffer.dtype not in (torch.bool, torch.uint8))

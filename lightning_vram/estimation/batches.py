@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_vram.core.batches.splitting import BatchSplitError, BatchSplitter, take_apart
-from lightning_vram.core.random_state import is_generator, read_state, write_state
+from lightning_vram.core.random_state import read_state, source_of, write_state
 from lightning_vram.memory.estimate.known_values import MOST_INTEGERS
 from lightning_vram.private_names.lightning import is_sequential_loader, training_source
 from lightning_vram.private_names.torch import tree_map
@@ -244,7 +244,7 @@ def _copy(iterable: Any) -> Any:
 
 def _generators_of(part: Any, depth: int = 4) -> list[Any]:
     """Generators that a dataset draws from by itself, or what it is made of: other datasets, transforms."""
-    if is_generator(part):
+    if source_of(part) is not None:
         return [part]
     if not depth or isinstance(part, type | ModuleType | Tensor):
         return []

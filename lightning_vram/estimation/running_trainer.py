@@ -22,7 +22,13 @@ from lightning_vram.core.ranks import RankAgreement
 from lightning_vram.estimation.batches import count_elements, read_first_batches
 from lightning_vram.estimation.fake_trainer import RunCallbacks, isolated
 from lightning_vram.estimation.traced_fit import FitRun
-from lightning_vram.memory.device.accelerators import can_limit, free_memory_of, has_cache, read_allocator, total_bytes
+from lightning_vram.memory.device.accelerators import (
+    can_limit,
+    free_device_bytes,
+    has_cache,
+    read_allocator,
+    total_bytes,
+)
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, describe_this_device
 from lightning_vram.memory.estimate.recorded_reads import RecordedReads
 from lightning_vram.memory.host import available_host_bytes
@@ -60,8 +66,7 @@ def free_bytes_of(device: torch.device, num_processes: int) -> int | None:
     if device.type == "cpu":
         available_bytes = available_host_bytes()
         return None if available_bytes is None else available_bytes // num_processes
-    room = free_memory_of(device)
-    return None if room is None else room.room_bytes()
+    return free_device_bytes(device)
 
 
 Decision = TypeVar("Decision")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from operator import attrgetter
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +24,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend
 from torch.overrides import _get_current_function_mode_stack as current_function_modes
 from torch.utils import backend_registration
@@ -153,10 +155,6 @@ def given_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
-"""Whether an operator overload writes to an argument."""
-
-
 def is_composite_operator(function: Any) -> bool:
     """Whether an operator overload has a kernel, in C++, that calls other operators."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), DispatchKey.CompositeImplicitAutograd)
@@ -225,21 +223,11 @@ EXACT_RESULTS = (
 )
 PRODUCTS = (
     "_addmm_activation _int_mm _scaled_mm _scaled_mm_v2 _grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2 "
-    "_weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu _mixed_dtypes_linear"
+    "_weight_int8pack_mm _weight_int4pack_mm"
 )
-SPARSE_PRODUCTS = (
-    "_sparse_mm _sparse_addmm _cslt_sparse_mm _sparse_semi_structured_mm _sparse_semi_structured_addmm "
-    "_sparse_semi_structured_linear"
-)
-CONVOLUTIONS = (
-    "_convolution _mps_convolution _mps_convolution_transpose _conv_depthwise2d _slow_conv2d_forward "
-    "_nnpack_spatial_convolution"
-)
-MKLDNN_PRODUCTS = "_linear_pointwise"
-MKLDNN_CONVOLUTIONS = "_convolution_pointwise _convolution_transpose_pointwise"
-MKL_PRODUCTS = "_mkl_linear"
+CONVOLUTION = "_convolution"
 RECURRENT = "_cudnn_rnn _lstm_mps _thnn_fused_lstm_cell _thnn_fused_gru_cell"
-OTHER_PRODUCTS = "_trilinear"
+OTHER_PRODUCTS = "_trilinear _sparse_mm _sparse_addmm _cslt_sparse_mm"
 ATTENTIONS = (
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
@@ -377,11 +365,6 @@ def connect_fake_ranks(kinds: Iterable[str], num_ranks: int) -> None:
 @contextmanager
 def disconnected() -> Iterator[None]:
     """Disconnect this process from all others inside the block; its process groups return afterwards."""
-    if not dist.is_available():
-        yield
-        return
-    from torch.distributed import distributed_c10d as c10d
-
     names = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
     # The attributes are those of the object, not of the module; operators find groups by number.
     own: Any = type("World", (c10d._World,), dict.fromkeys((*names, "group_count")))()
@@ -404,8 +387,6 @@ def disconnected() -> Iterator[None]:
 @contextmanager
 def _own_meshes() -> Iterator[None]:
     """Make no mesh that is created inside equal to one outside: DTensor caches by mesh."""
-    from torch.distributed.device_mesh import DeviceMesh
-
     make = DeviceMesh.__init__
 
     def make_apart(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
@@ -467,14 +448,10 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 def hide_from_dynamo(function: _Function) -> _Function:
     """Return ``function``, which Dynamo will run as it is, with all that it calls."""
-    frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    names = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
-    if frames is None or not all(hasattr(frames, name) for name in names):
-        return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
     # torch.compiler.disable wraps every call, a tenth of the cost of a dispatch mode. Marking the code costs nothing.
-    code: CodeType = function.__code__
+    frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
 
 

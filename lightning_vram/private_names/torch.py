@@ -210,7 +210,6 @@ def forget_compiled_steps(module: nn.Module) -> None:
         vars(module)["_compiler_ctx"] = None
 
 
-ENGINE = (torch.autograd, "_engine_run_backward")  # the function that all backwards call
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Return which backward runs in this thread; -1 for none."""
 current_graph_group: Callable[[], Any] = torch._C._get_graph_exec_group
@@ -230,16 +229,14 @@ def may_stop_early() -> bool:
     return getattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop", None) is not False
 
 
-RunBackward = Callable[..., Any]
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack and unpack functions
 
 
-def engine_run_backward() -> RunBackward | None:
-    """Return the function that ``torch.autograd.backward`` and ``grad`` call; ``None`` if there is none."""
-    return getattr(*ENGINE, None)
+ENGINE = (torch.autograd, "_engine_run_backward")  # the function that all backwards call
+run_backward: Callable[..., Any] = getattr(*ENGINE)
 
 
-def replace_run_backward(run: RunBackward) -> None:
+def replace_run_backward(run: Callable[..., Any]) -> None:
     """Let ``torch.autograd.backward`` and ``grad`` call ``run``."""
     setattr(*ENGINE, run)
 
@@ -292,9 +289,6 @@ may_set_hooks: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_e
 def is_in_transform() -> bool:
     """Whether a transform of ``torch.func`` is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-is_tracing: Callable[[], bool] = torch._C._is_tracing  # whether ``torch.jit.trace`` is active
 
 
 def is_in_forward_ad() -> bool:

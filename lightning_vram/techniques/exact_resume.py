@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from lightning_vram.core.random_state import (
     State,
-    is_generator,
     read_global_states,
     read_state,
+    source_of,
     with_global_states,
     write_state,
 )
@@ -179,7 +179,7 @@ class _Order:
     def own_generators(self) -> list[Any]:
         """Return the generators that the loader and its samplers have for themselves."""
         values = [value for sampler in self._samplers() for _, value in _attributes(sampler)]
-        return list({id(value): value for value in [self.generator, *values] if is_generator(value)}.values())
+        return list({id(value): value for value in [self.generator, *values] if source_of(value) is not None}.values())
 
     def _samplers(self) -> list[object]:
         """Return the sampler and all that it is made of, always in the same order."""

@@ -2,7 +2,7 @@
 
 Reading the allocators of device and host takes microseconds per step. Only if their bytes grow, one step is traced
 operator by operator; references to what is left many steps later are followed back to an attribute, a global or a
-closure (``memory/leaks/search.py``).
+closure (``memory/leaks.py``).
 """
 
 import math
@@ -20,9 +20,9 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_choice, check_number, check_positive_int
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique
-from lightning_vram.memory.device.accelerators import free_memory_of
+from lightning_vram.memory.device.accelerators import free_device_bytes
 from lightning_vram.memory.host import available_host_bytes
-from lightning_vram.memory.leaks.search import Leak, LeakSearch, LiveBytes, Program
+from lightning_vram.memory.leaks import Leak, LeakSearch, LiveBytes, Program
 from lightning_vram.memory.units import format_bytes, parse_bytes
 from lightning_vram.private_names.dispatcher import is_compiled
 from lightning_vram.private_names.torch import ends_of_graph, tensors_in
@@ -287,8 +287,6 @@ def _batches_left(num_batches: float, batch_idx: int) -> float:
 
 
 def _available_bytes(trainer: pl.Trainer) -> float:
-    room = free_memory_of(trainer.strategy.root_device)
-    if room is not None:
-        return room.room_bytes()
-    available = available_host_bytes()
+    device_bytes = free_device_bytes(trainer.strategy.root_device)
+    available = available_host_bytes() if device_bytes is None else device_bytes
     return math.inf if available is None else available

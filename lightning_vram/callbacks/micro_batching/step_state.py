@@ -92,7 +92,7 @@ class StepState:
             for parameter in own_parameters(member).values()
             if parameter is not None
         ]
-        self._generators = [(write, read()) for read, write in global_sources(self._device)]
+        self._generators = [(write, read()) for read, write in global_sources(self._device).values()]
         tensors = list(_iterate_tensors(batch))
         self._versions = _versions_of(tensors)
         # Evaluation loops make tensors that count no versions.

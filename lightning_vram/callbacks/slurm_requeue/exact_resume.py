@@ -14,14 +14,13 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_vram.core.patching import MethodPatch
-from lightning_vram.core.random_state import read_random_states, restore_random_states
+from lightning_vram.core.random_state import read_global_states, write_global_states
 from lightning_vram.core.ranks import RankAgreement
 from lightning_vram.private_names.lightning import (
     LOAD_LOADER_STATES,
     set_sampler_epoch,
     stop_restarting,
     training_data,
-    update_metrics,
 )
 from lightning_vram.techniques.exact_resume import (
     can_be_stateful,
@@ -77,7 +76,7 @@ class ExactResume:
             "num_batches": 0 if has_ended else progress.current.processed,  # type: ignore[attr-defined]
             "epoch_has_ended": has_ended,
             "loaders": loaders,
-            "random": self._agreement.gather(before or read_random_states(trainer.strategy.root_device)),
+            "random": self._agreement.gather(before or read_global_states(trainer.strategy.root_device)),
             "end": end,
         }
 
@@ -119,7 +118,7 @@ class ExactResume:
             self._restore_random(self._mine(state))
             end = state["end"][self._trainer.global_rank]
             for kind in _METRICS:
-                update_metrics(self._trainer, kind, end[kind])
+                getattr(self._trainer, kind).update(end[kind])
             self._trainer.should_stop = end["should_stop"]
         return True
 
@@ -141,7 +140,7 @@ class ExactResume:
     def _set_up_data(self, set_up: Callable[[], None]) -> None:
         set_up()
         if self._to_load is not None:
-            self._after_iterators = read_random_states(self._trainer.strategy.root_device)
+            self._after_iterators = read_global_states(self._trainer.strategy.root_device)
 
     def _load_loaders(self, load: Callable[[], None]) -> None:
         """Right before loaders are iterated over."""
@@ -195,11 +194,11 @@ class ExactResume:
 
     def _restore_random(self, states: dict[str, Any] | None) -> None:
         if states is not None:
-            restore_random_states(states, self._trainer.strategy.root_device)
+            write_global_states(states, self._trainer.strategy.root_device)
 
     def _validate(self, run: Callable[[], Any]) -> Any:
         """An interrupted validation runs again, with the random numbers that it began with."""
-        self._before_validation = read_random_states(self._trainer.strategy.root_device)
+        self._before_validation = read_global_states(self._trainer.strategy.root_device)
         try:
             return run()
         finally:

@@ -20,6 +20,7 @@ from lightning_vram.core.batches.splitting import (
     BatchSplitError,
     BatchSplitter,
     describe,
+    describe_all,
     is_array,
     is_constant,
     is_uniform,
@@ -77,23 +78,12 @@ def _count_labels(labels: Tensor) -> Tensor:
 def _find_labels(batch: Any, name: str, weight: str) -> Tensor:
     labels = batch
     if isinstance(batch, Mapping):
-        key = next((key for key in _LABEL_KEYS if key in batch.keys()), None)  # noqa: SIM118 - past iter() of rows
-        labels = None if key is None else batch[key]
-        found = f"a mapping with {', '.join(map(str, batch.keys()))}"
-        if key is not None:
-            found += f", whose {key!r} is {'None' if labels is None else _describe(labels)}"
+        labels = next((batch[key] for key in _LABEL_KEYS if key in batch.keys()), None)  # noqa: SIM118 - iter(): rows
     elif isinstance(batch, list | tuple) and batch:
         labels = batch[-1]
-        found = f"a {type(batch).__name__} that ends with {_describe(labels)}"
-    else:
-        found = _describe(batch)
     if isinstance(labels, Tensor) and not labels.is_floating_point() and not labels.is_complex():
         return labels
-    raise ValueError(f"{name}={weight!r} found no integer labels in {found}. {_WEIGH_WAY_OUT}")
-
-
-def _describe(value: Any) -> str:
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise ValueError(f"{name}={weight!r} found no integer labels in {describe_all(batch)}. {_WEIGH_WAY_OUT}")
 
 
 def check_weight(weight: Any, name: str) -> float | Tensor:

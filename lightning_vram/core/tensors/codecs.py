@@ -242,8 +242,7 @@ class LowBitTensor(Tensor):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of its memory."""
-        names, _ = self.__tensor_flatten__()
-        return sum(getattr(self, name).nbytes for name in names)
+        return self.records.nbytes
 
     def decode(self) -> Tensor:
         """Return the values, in new memory."""

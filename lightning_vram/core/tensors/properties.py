@@ -13,27 +13,14 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_vram.memory.estimate.fake_device import FakeParameter
-from lightning_vram.private_names.dispatcher import (
-    DispatchKey,
-    FakeTensor,
-    is_key_excluded,
-    set_key_excluded,
-    without_dispatch,
-    without_modes,
-)
-from lightning_vram.private_names.torch import (
-    num_writes,
-    tree_flatten,
-    tree_is_leaf,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-)
+from lightning_vram.private_names import dispatcher
+from lightning_vram.private_names import torch as private
+from lightning_vram.private_names.dispatcher import FakeTensor, without_dispatch
 
 Result = TypeVar("Result")
 OURS = "_lightning_vram_"  # how attributes begin that we put on tensors
@@ -85,10 +72,10 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def alias(tensor: Tensor) -> Tensor:
     """Return another tensor on the same memory and version counter, without graph, unaffected by ``.data =``."""
-    key = DispatchKey.ADInplaceOrView
-    if is_key_excluded(key):  # below autograd an alias would count versions on its own
+    key = dispatcher.DispatchKey.ADInplaceOrView
+    if dispatcher.is_key_excluded(key):  # below autograd an alias would count versions on its own
         is_excluded = False
-        with set_key_excluded(key, is_excluded):
+        with dispatcher.set_key_excluded(key, is_excluded):
             return _detach(tensor)
     return _detach(tensor)
 
@@ -97,17 +84,17 @@ def _detach(tensor: Tensor) -> Tensor:
     if type(tensor) in REAL_TYPES:
         with without_dispatch():  # no mode needs to see it
             return tensor.detach()
-    with without_modes() if isinstance(tensor, FakeTensor) else nullcontext():
+    with dispatcher.without_modes() if isinstance(tensor, FakeTensor) else nullcontext():
         return tensor.detach()
 
 
 def check_version(counter: Tensor, expected: int, shape: Sequence[int]) -> None:
     """Raise autograd's error if a saved tensor was overwritten: its own check is off while hooks are set."""
-    if num_writes(counter) != expected:
+    version = private.num_writes(counter)
+    if version != expected:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{counter.type()} {list(shape)}] is at version {num_writes(counter)}; expected version {expected} "
-            "instead."
+            f"[{counter.type()} {list(shape)}] is at version {version}; expected version {expected} instead."
         )
 
 
@@ -129,7 +116,7 @@ class CountedParameter(nn.Parameter):
     @data.setter
     def data(self, values: Tensor) -> None:
         known = vars(self)
-        known[_NUM_SET] = count_writes(self) - num_writes(self) + 1
+        known[_NUM_SET] = count_writes(self) - private.num_writes(self) + 1
         known.pop(_HANDED_OUT, None)
         torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
 
@@ -149,7 +136,7 @@ def count_writes(parameter: nn.Parameter) -> int:
     known = vars(parameter)
     handed_out: Tensor | None = known.get(_HANDED_OUT)
     num_set: int = known.get(_NUM_SET, 0)
-    return num_writes(parameter) + num_set + (0 if handed_out is None else num_writes(handed_out))
+    return private.num_writes(parameter) + num_set + (0 if handed_out is None else private.num_writes(handed_out))
 
 
 def count(parameter: nn.Parameter) -> None:
@@ -217,10 +204,6 @@ def state_stored_like(state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
     }
 
 
-if dist.is_available():
-    from torch.distributed.fsdp import FSDPModule  # absent from builds without torch.distributed
-
-
 def is_shard(parameter: Tensor | None) -> bool:
     """Whether ``parameter`` is a part of one that lies on several ranks."""
     return type(parameter) is not nn.Parameter and isinstance(parameter, DTensor)  # the first is quick
@@ -228,8 +211,7 @@ def is_shard(parameter: Tensor | None) -> bool:
 
 def sharded_modules(module: nn.Module) -> Iterator[Any]:
     """Yield the parts of ``module`` that FSDP2 shards, itself included: their parameters come and go with the calls."""
-    if dist.is_available():
-        yield from (part for part in module.modules() if isinstance(part, FSDPModule))
+    yield from (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -245,20 +227,20 @@ def flatten_arguments(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tupl
     # Flat ones, as most are, without tree_flatten: each call of it leaves garbage that only the cyclic collector finds.
     args, kwargs = arguments
     values, num_args, names = [*args, *kwargs.values()], len(args), tuple(kwargs)
-    if all(map(tree_is_leaf, values)):
+    if all(map(private.tree_is_leaf, values)):
         return values, lambda new: (tuple(new[:num_args]), dict(zip(names, new[num_args:], strict=True)))
-    leaves, structure = tree_flatten(arguments)
-    return leaves, partial(tree_unflatten, treespec=structure)
+    leaves, structure = private.tree_flatten(arguments)
+    return leaves, partial(private.tree_unflatten, treespec=structure)
 
 
 def flatten_output(output: Any) -> tuple[list[Any], Rebuild]:
     """Return the leaves of an output, and a function that rebuilds it from as many others."""
     if isinstance(output, Tensor):
         return [output], itemgetter(0)
-    if type(output) is tuple and all(map(tree_is_leaf, output)):
+    if type(output) is tuple and all(map(private.tree_is_leaf, output)):
         return list(output), tuple
-    leaves, structure = tree_flatten(output)
-    return leaves, partial(tree_unflatten, treespec=structure)
+    leaves, structure = private.tree_flatten(output)
+    return leaves, partial(private.tree_unflatten, treespec=structure)
 
 
 def iterate_leaves(tree: Any) -> Iterator[Any]:
@@ -266,7 +248,7 @@ def iterate_leaves(tree: Any) -> Iterator[Any]:
     if isinstance(tree, Tensor):  # what most modules take
         yield tree
         return
-    for leaf in tree_leaves(tree, is_leaf=_is_opened):
+    for leaf in private.tree_leaves(tree, is_leaf=_is_opened):
         if _is_opened(leaf):
             yield from iterate_leaves(_read(leaf))
         else:
@@ -292,7 +274,7 @@ def cast_where(is_meant: Callable[[object], bool], dtype: torch.dtype, tree: Any
             object.__setattr__(twin, name, value)  # frozen ones too
         return twin
 
-    return tree_map(cast, tree, is_leaf=_is_opened)
+    return private.tree_map(cast, tree, is_leaf=_is_opened)
 
 
 def _read(data: Any) -> dict[str, Any]:
@@ -301,4 +283,4 @@ def _read(data: Any) -> dict[str, Any]:
 
 def _is_opened(leaf: object) -> bool:
     """Whether ``leaf`` is an object with fields. Registered classes (transformers' outputs) are opened by torch."""
-    return is_dataclass(leaf) and not isinstance(leaf, type | nn.Module | Tensor) and tree_is_leaf(leaf)
+    return is_dataclass(leaf) and not isinstance(leaf, type | nn.Module | Tensor) and private.tree_is_leaf(leaf)

@@ -245,37 +245,17 @@ def total_bytes(device: torch.device) -> int:
     return int(torch.get_device_module(device).mem_get_info(device)[1])
 
 
-class FreeMemory:
-    """Measures work on a device (with its index): :meth:`reset`, do it, ask. All numbers are bytes of this process."""
+def free_device_bytes(device: torch.device) -> int | None:
+    """Return what tensors of this process can still get on ``device`` (with its index), its cache included.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._watch = PeakWatch(device)
-
-    def reset(self) -> None:
-        """Let the peak start again from what is allocated now."""
-        self._watch.restart()
-
-    def peak_since_reset(self) -> int:
-        """Return the most bytes that were allocated at once since :meth:`reset`, or since this was made."""
-        return self._watch.read().peak_allocated_bytes
-
-    def allocated_bytes(self) -> int:
-        """Return the bytes that are in tensors now."""
-        return read_allocator(self._device).allocated_bytes
-
-    def room_bytes(self) -> int:
-        """Return what tensors of this process can still get: free memory and its own cache, within its limit."""
-        memory = torch.get_device_module(self._device)
-        free_bytes, total_bytes = memory.mem_get_info(self._device)
-        now = read_allocator(self._device)
-        allowed_bytes = int(total_bytes * limited_share(self._device))
-        return int(max(0, min(free_bytes + now.fragmentation_bytes, allowed_bytes - now.allocated_bytes)))
-
-
-def free_memory_of(device: torch.device) -> FreeMemory | None:
-    """Return the free memory of ``device``; ``None`` if no allocator reports it (the CPU, MPS)."""
-    return FreeMemory(device) if has_cache(device) else None
+    ``None`` if no allocator tells (the CPU, MPS).
+    """
+    if not has_cache(device):
+        return None
+    free_bytes, all_bytes = torch.get_device_module(device).mem_get_info(device)
+    now = read_allocator(device)
+    allowed_bytes = int(all_bytes * limited_share(device))
+    return int(max(0, min(free_bytes + now.fragmentation_bytes, allowed_bytes - now.allocated_bytes)))
 
 
 # Read when CUDA's allocator is used first, whatever was imported before.

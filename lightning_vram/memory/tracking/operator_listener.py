@@ -15,20 +15,8 @@ import torch
 from typing_extensions import override
 
 from lightning_vram.memory.storages import ByStorage, iterate_storages
-from lightning_vram.private_names.dispatcher import (
-    ASK_DEVICE,
-    DispatchKey,
-    OpOverload,
-    UnwrappedMode,
-    current_dispatch_mode,
-    current_dispatch_modes,
-    hide_from_dynamo,
-    is_composite_operator,
-    is_traceable_wrapper_subclass_type,
-    run_composite_kernel,
-    run_operator,
-    schema_of,
-)
+from lightning_vram.private_names import dispatcher
+from lightning_vram.private_names.dispatcher import OpOverload, UnwrappedMode, hide_from_dynamo
 from lightning_vram.private_names.torch import tensors_in
 
 RunOperator = Callable[[Any, Any, tuple[Any, ...], dict[str, Any] | None], Any]
@@ -48,14 +36,14 @@ def results_of(func: Any) -> Results:
     """Return what ``func``, an overload or a higher-order operator, returns."""
     if not isinstance(func, OpOverload):
         return Results.NEW  # a higher-order operator
-    keys = DispatchKey
+    keys = dispatcher.DispatchKey
     try:
         has_own_kernel = func.has_kernel_for_dispatch_key(keys.CPU) or func.has_kernel_for_dispatch_key(keys.CUDA)
     except RuntimeError:  # a question about a tensor, such as aten.sym_size: the dispatcher does not know it
         return Results.VIEWS
-    if is_composite_operator(func) and not has_own_kernel:
+    if dispatcher.is_composite_operator(func) and not has_own_kernel:
         return Results.COMPOSED
-    schema = schema_of(func)
+    schema = dispatcher.schema_of(func)
     if not any(result.alias_info for result in schema.returns):
         return Results.NEW
     if func is torch.ops.aten.lift_fresh.default:  # the first that is seen of torch.tensor([...])
@@ -86,7 +74,7 @@ class OperatorSubscriber:
     def __enter__(self) -> Self:
         if hasattr(self, "_listener"):
             raise RuntimeError(f"this {type(self).__name__} observes operators already.")
-        mode = current_dispatch_mode()
+        mode = dispatcher.current_dispatch_mode()
         if not (isinstance(mode, _OperatorListener) and mode.kind == (self.takes_apart, get_ident())):
             mode = _OperatorListener(takes_apart=self.takes_apart)
             mode.__enter__()  # type: ignore[no-untyped-call]
@@ -104,7 +92,7 @@ class OperatorSubscriber:
     @property
     def is_innermost(self) -> bool:
         """Whether it gets operators of this thread first."""
-        mode = current_dispatch_mode()
+        mode = dispatcher.current_dispatch_mode()
         return isinstance(mode, _OperatorListener) and mode.subscribers[-1] is self
 
     @contextmanager
@@ -166,7 +154,7 @@ class _OperatorListener(UnwrappedMode):
         self.takes_apart = takes_apart
         self.kind = takes_apart, get_ident()  # autograd's threads get the caller's modes, and run side by side
         self.subscribers: list[OperatorSubscriber] = []  # innermost last
-        self._first: RunOperator = run_operator
+        self._first: RunOperator = dispatcher.run_operator
 
     @override
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
@@ -175,7 +163,7 @@ class _OperatorListener(UnwrappedMode):
 
     def change(self, subscribers: list[OperatorSubscriber]) -> None:
         """Let these get operators, the last one first."""
-        self.subscribers, self._first = subscribers, run_operator
+        self.subscribers, self._first = subscribers, dispatcher.run_operator
         for subscriber in subscribers:
             subscriber.run, self._first = self._first, subscriber.on_operator
 
@@ -183,17 +171,17 @@ class _OperatorListener(UnwrappedMode):
     @hide_from_dynamo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.takes_apart:
-            if any(map(is_traceable_wrapper_subclass_type, types)):
+            if any(map(dispatcher.is_traceable_wrapper_subclass_type, types)):
                 return NotImplemented  # the wrapper unwraps itself; what it runs inside comes here again
-            if func is ASK_DEVICE:
+            if func is dispatcher.ASK_DEVICE:
                 return args[0].device
             if results_of(func) is Results.COMPOSED:
                 with self:
-                    return run_composite_kernel(func, *args, **(kwargs or {}))
+                    return dispatcher.run_composite_kernel(func, *args, **(kwargs or {}))
         return self._first(func, types, args, kwargs)
 
 
 def current_subscribers() -> list[OperatorSubscriber]:
     """Return those that get operators of this thread, innermost last."""
-    listeners = (mode for mode in current_dispatch_modes() if isinstance(mode, _OperatorListener))
+    listeners = (mode for mode in dispatcher.current_dispatch_modes() if isinstance(mode, _OperatorListener))
     return [subscriber for listener in listeners for subscriber in listener.subscribers]

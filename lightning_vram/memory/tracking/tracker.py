@@ -92,12 +92,7 @@ class Ledger:
         self._streams: dict[tuple[torch.device, int], int] = {}
         self.known: ByStorage[int] = ByStorage(self._free)  # numbers of entries; closed ones stay as events
 
-    def update(self, tensor: Tensor) -> None:
-        """Note the present size of what is known of ``tensor``."""
-        for storage, _ in iterate_storages(tensor):
-            self.update_storage(storage)
-
-    def update_storage(self, storage: torch.UntypedStorage) -> None:
+    def update(self, storage: torch.UntypedStorage) -> None:
         """Note the present size of a known storage; unknown ones are left alone."""
         number = self.known.find_storage(storage)
         if number is not None:
@@ -245,7 +240,7 @@ def _resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
         if was_empty and ledger.known.find_storage(storage) is None:
             ledger.allocate(storage, storage.device, "resize_", ledger.module)
         else:
-            ledger.update_storage(storage)
+            ledger.update(storage)
     return result
 
 
@@ -358,7 +353,8 @@ class MemoryTracker(StorageSubscriber):
     @override
     def on_change(self, result: Any) -> None:
         for tensor in tensors_in(result):
-            self.ledger.update(tensor)
+            for storage, _ in iterate_storages(tensor):
+                self.ledger.update(storage)
 
     @override
     def on_storage(self, func: Any, storage: torch.UntypedStorage, device: torch.device) -> None:

@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -28,7 +27,7 @@ from lightning_vram.callbacks.slurm_requeue import SlurmJob, check_job, check_ta
 from lightning_vram.core.gradients import clip_sharded_values
 from lightning_vram.core.patching import MethodPatch, replace_by, without_fast_path
 from lightning_vram.core.processes import leave_group_at_exit
-from lightning_vram.core.ranks import attempt_store, naming_lost_peers
+from lightning_vram.core.ranks import check_store, naming_lost_peers
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.optimizers.step_round import iterate_parameters
@@ -56,16 +55,13 @@ def connect(cluster_environment: ClusterEnvironment, backend: str, *, timeout: t
     """
     if dist.is_initialized():
         return
+    check_store()
     rank, world_size = cluster_environment.global_rank(), cluster_environment.world_size()
     os.environ["MASTER_ADDR"] = cluster_environment.main_address
     os.environ["MASTER_PORT"] = str(cluster_environment.main_port)
     with naming_lost_peers(rank, world_size, lambda: "making the process group"):
-        store, *_ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-        store = attempt_store(store, rank, world_size, timeout)
         device_id = None if device.type == "cpu" else device
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
-        )
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id)
     leave_group_at_exit()
     rank_zero_info(f"All {world_size} processes are connected, over {backend}.")
 

@@ -26,7 +26,6 @@ from lightning_vram.core.operators import (
     gives_exact_result,
     is_constant,
     is_pointwise,
-    iterate_tensors,
     iterate_written,
     written_arguments,
 )
@@ -34,7 +33,7 @@ from lightning_vram.core.tensors.properties import PLAIN_TYPES
 from lightning_vram.memory.storages import ByStorage, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names.dispatcher import OpOverload, schema_of
-from lightning_vram.private_names.torch import base_of, is_view
+from lightning_vram.private_names.torch import base_of, is_view, tensors_in
 
 aten = torch.ops.aten
 
@@ -132,7 +131,7 @@ class ValueNotes(OperatorSubscriber):
     def _foreign(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Operators of extensions, which may write without saying so."""
         self._note_write(iterate_written(func, args, kwargs))
-        tensors = list(iterate_tensors((*args, *(kwargs or {}).values())))
+        tensors = list(tensors_in((*args, *(kwargs or {}).values())))
         self._note_write(tensors, is_certain=False)
         for tensor in tensors:
             self._is_weight.drop(tensor)
@@ -158,7 +157,7 @@ class ValueNotes(OperatorSubscriber):
     def _are_results_weights(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> bool | None:
         """Return whether results are weights, or statistics; ``None``: neither. To be asked before the call."""
         kinds = set()
-        for tensor in iterate_tensors((*args, *(kwargs or {}).values()) if kwargs else args):
+        for tensor in tensors_in((*args, *(kwargs or {}).values()) if kwargs else args):
             base = base_of(tensor) if is_view(tensor) else tensor
             is_weight = isinstance(base, nn.Parameter) or storage_address(tensor) in self.buffers
             kind = is_weight or self._is_weight.find(tensor)
@@ -176,9 +175,9 @@ class ValueNotes(OperatorSubscriber):
         elif isinstance(results, tuple | list) and _has_statistics(func):
             exact = results[0 if gives_exact_result(func) else 1 :]
         elif written_arguments(func):
-            for tensor in iterate_tensors((results,)):
+            for tensor in tensors_in((results,)):
                 self._is_weight.drop(tensor)  # in place: it was exact before
-        for tensor in iterate_tensors(exact):
+        for tensor in tensors_in(exact):
             if tensor.is_floating_point():
                 self._is_weight.note(tensor, bool(is_weight))
 

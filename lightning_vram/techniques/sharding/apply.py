@@ -17,7 +17,7 @@ from lightning_vram.core.host.memory import HostBuffers
 from lightning_vram.core.host.transfers import HostWorker
 from lightning_vram.core.patching import mixin_for, remove_mixin
 from lightning_vram.core.tensors.properties import sharded_modules
-from lightning_vram.memory.device.accelerators import current_kind, free_memory_of
+from lightning_vram.memory.device.accelerators import PeakWatch, current_kind, free_device_bytes, has_cache, total_bytes
 from lightning_vram.private_names.dispatcher import is_compiled_part
 from lightning_vram.private_names.fsdp2 import (
     RANKS_MARK,
@@ -286,19 +286,20 @@ class FirstStepMemory:
     def __init__(self, sharding: FullSharding, optimizers: Iterable[Optimizer]) -> None:
         self._sharding = sharding
         self._waiting = {id(optimizer) for optimizer in optimizers}
-        self._memory = free_memory_of(sharding.device)
-        if self._memory is not None:
-            self._memory.reset()
+        self._watch = PeakWatch(sharding.device) if has_cache(sharding.device) else None
+        if self._watch is not None:
+            self._watch.restart()
 
     def note_step(self, optimizer: Optimizer) -> int | None:
         """After the last optimizer's first step, keep copies and return their bytes; otherwise ``None``."""
         is_first = id(optimizer) in self._waiting
         self._waiting.discard(id(optimizer))
-        if not is_first or self._waiting or self._memory is None:
+        if not is_first or self._waiting or self._watch is None:
             return None
-        _, total_bytes = torch.get_device_module(self._sharding.device).mem_get_info(self._sharding.device)
-        was_more_bytes = self._memory.peak_since_reset() - self._memory.allocated_bytes()
-        return self._sharding.keep_copies(max(0, self._memory.room_bytes() - was_more_bytes - total_bytes // _MARGIN))
+        device, now = self._sharding.device, self._watch.read()
+        was_more_bytes = now.peak_allocated_bytes - now.allocated_bytes
+        free_bytes = (free_device_bytes(device) or 0) - was_more_bytes - total_bytes(device) // _MARGIN
+        return self._sharding.keep_copies(max(0, free_bytes))
 
 
 def _device_of(kind: str) -> torch.device:

@@ -24,7 +24,7 @@ from lightning_vram.core.tensors.properties import (
     count_writes,
     while_plain,
 )
-from lightning_vram.private_names.dispatcher import DispatchKey, is_key_excluded, is_mutable
+from lightning_vram.private_names.dispatcher import DispatchKey, is_key_excluded, schema_of
 from lightning_vram.private_names.fsdp2 import (
     AskedDTensor,
     ParameterBase,
@@ -76,7 +76,7 @@ class OwnedTensor(AskedDTensor):
         finally:
             for tensor in owned:
                 tensor.__class__ = OwnedTensor
-        if owned and is_mutable(func):
+        if owned and schema_of(func).is_mutable:
             for leaf in tree_leaves((args[:1], kwargs.get("out"))):
                 if isinstance(leaf, OwnedTensor):
                     _owner_of(leaf).after_write()

@@ -11,8 +11,7 @@ from support.helpers import LitManual, LitTiny, TinyCNN
 
 from lightning_vram.callbacks.leak_detector import LeakDetector
 from lightning_vram.callbacks.leak_detector.callback import MemoryLeakError
-from lightning_vram.memory.leaks.holders import StepWatch
-from lightning_vram.memory.leaks.search import LeakSearch, LiveBytes
+from lightning_vram.memory.leaks import LeakSearch, LiveBytes, StepWatch
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from lightning_vram.callbacks.leak_detector import LeakDetector
-from lightning_vram.memory.leaks.holders import StepWatch
-from lightning_vram.memory.leaks.search import LiveBytes
+from lightning_vram.memory.leaks import LiveBytes, StepWatch
 
 WIDTH, NUM_BATCHES, NUM_EPOCHS = 256, 8, 6  # 8 KiB in each result of a layer
 DETECTOR = {"patience": 5, "min_bytes_per_step": 1024}

@@ -163,7 +163,7 @@ def test_named_in_a_compiled_model(make_trainer):
 
 
 def test_named_where_memory_is_not_counted(make_trainer, monkeypatch):
-    monkeypatch.setattr("lightning_vram.memory.leaks.search.LiveBytes.read", lambda self: {})
+    monkeypatch.setattr("lightning_vram.memory.leaks.LiveBytes.read", lambda self: {})
     ((_, leak),) = fit(leaky.Losses(), make_trainer)
     assert [holder.path for holder in leak.holders] == ["self.losses"]
 

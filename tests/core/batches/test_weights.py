@@ -39,13 +39,13 @@ def test_samples_are_counted(batch):
 @pytest.mark.parametrize(
     ("batch", "found"),
     [
-        ({"inputs": INPUTS, "mask": INPUTS}, "a mapping with inputs, mask"),
-        ((LABELS, INPUTS), "a tuple that ends with a tensor of torch.float32"),
-        (["text"], "a list that ends with a str"),
-        (INPUTS, "a tensor of torch.float32"),
-        (3, "a int"),
-        ({"inputs": INPUTS, "labels": None}, "a mapping with inputs, labels, whose 'labels' is None"),
-        ({"target": INPUTS}, "a mapping with target, whose 'target' is a tensor of torch.float32"),
+        ({"inputs": INPUTS, "mask": INPUTS}, "dict(inputs: float32[2, 4, 3], mask: float32[2, 4, 3])"),
+        ((LABELS, INPUTS), "tuple(int64[2, 4], float32[2, 4, 3])"),
+        (["text"], "list(str)"),
+        (INPUTS, "float32[2, 4, 3]"),
+        (3, "int"),
+        ({"inputs": INPUTS, "labels": None}, "dict(inputs: float32[2, 4, 3], labels: NoneType)"),
+        ({"target": INPUTS}, "dict(target: float32[2, 4, 3])"),
     ],
 )
 def test_a_batch_without_labels_is_an_error_that_says_what_there_is(batch, found):

@@ -30,7 +30,6 @@ def test_one_rank_agrees_with_itself():
     agreement = RankAgreement()
     assert agreement.is_alone
     assert agreement.largest(3, -1) == (3, -1)
-    assert agreement.smallest(3) == (3,)
     assert agreement.begin_largest(3, -1)() == (3, -1)
     assert agreement.gather("value") == ["value"]
     agreement.close()
@@ -49,7 +48,6 @@ def agree(rank: int, path: str) -> None:
     assert not agreement.is_alone
     big = 2**53 + 1  # not a float64
     assert agreement.largest(rank, -rank, big * rank) == (1, 0, big)
-    assert agreement.smallest(rank, -rank, big) == (0, -1, big)
     assert agreement.largest() == ()
     agreement.close()
     agreement.close()
@@ -65,7 +63,7 @@ def agree(rank: int, path: str) -> None:
 
 
 @pytest.mark.distributed
-def test_ranks_agree_on_the_largest_and_the_smallest(tmp_path):
+def test_ranks_agree_on_the_largest(tmp_path):
     start(agree, tmp_path)
 
 
@@ -82,7 +80,7 @@ def wait_for_a_rank_that_never_comes(rank: int, path: str, by_call: bool) -> Non
     dist.barrier()  # the other one comes, too late
     started = time.monotonic()
     with pytest.raises(RankAgreementError, match="did not answer within"):
-        agreement.smallest(1)
+        agreement.largest(1)
     assert time.monotonic() - started < 2  # it does not wait again
     agreement.close()
     dist.barrier()  # other groups go on

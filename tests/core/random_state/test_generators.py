@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from lightning_vram.core.random_state import read_random_states, restore_random_states
+from lightning_vram.core.random_state import read_global_states, write_global_states
 
 CPU = torch.device("cpu")
 
@@ -22,32 +22,32 @@ def test_generators_go_on_where_they_were(num_gauss):
     for _ in range(num_gauss):
         random.gauss(0, 1)
         numpy.random.randn()
-    states = read_random_states(CPU)
+    states = read_global_states(CPU)
     expected = draw()
     assert draw() != expected
-    restore_random_states(states, CPU)
+    write_global_states(states, CPU)
     assert draw() == expected
 
 
 def test_states_can_be_loaded_without_running_code():
     file = io.BytesIO()
-    torch.save(read_random_states(CPU), file)
+    torch.save(read_global_states(CPU), file)
     expected = draw()
     file.seek(0)
-    restore_random_states(torch.load(file, weights_only=True), CPU)
+    write_global_states(torch.load(file, weights_only=True), CPU)
     assert draw() == expected
 
 
 def test_numpy_is_not_needed(monkeypatch):
-    states = read_random_states(CPU)
+    states = read_global_states(CPU)
     expected = draw()
     monkeypatch.delitem(sys.modules, "numpy")
-    without = read_random_states(CPU)
+    without = read_global_states(CPU)
     assert set(without) == {"python", "torch"}
-    restore_random_states(states, CPU)
+    write_global_states(states, CPU)
     monkeypatch.undo()
     assert draw()[:2] == expected[:2]
-    restore_random_states(without, CPU)
+    write_global_states(without, CPU)
 
 
 class FakeDevice:
@@ -71,14 +71,14 @@ class FakeDevice:
 def test_the_device_of_this_rank_has_a_generator_too(monkeypatch):
     fake, device = FakeDevice(), torch.device("cuda", 1)
     monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
-    states = read_random_states(device)
+    states = read_global_states(device)
     assert states["cuda"] == 5
     fake.state = torch.tensor([6])
-    restore_random_states(states, CPU)
+    write_global_states(states, CPU)
     assert fake.state == 6
-    restore_random_states({name: state for name, state in states.items() if name != "cuda"}, device)
+    write_global_states({name: state for name, state in states.items() if name != "cuda"}, device)
     assert fake.state == 6
-    restore_random_states(states, device)
+    write_global_states(states, device)
     assert fake.state == 5
     fake.is_in_use = False
-    assert "cuda" not in read_random_states(device)
+    assert "cuda" not in read_global_states(device)

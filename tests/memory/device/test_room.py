@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.devices import DEVICE, device_module
 
-from lightning_vram.memory.device.accelerators import FreeMemory, PeakWatch, free_memory_of, reset_peaks
+from lightning_vram.memory.device.accelerators import PeakWatch, free_device_bytes, read_allocator, reset_peaks
 from lightning_vram.memory.units import GIB, MIB
 
 CUDA = torch.device("cuda", 0)
@@ -44,74 +44,71 @@ def fake(monkeypatch):
 
 
 def test_devices_without_an_allocator_have_no_room():
-    assert free_memory_of(torch.device("cpu")) is None
+    assert free_device_bytes(torch.device("cpu")) is None
     with pytest.raises(ValueError, match=r"^device 'cpu' has no caching allocator with statistics"):
-        FreeMemory(torch.device("cpu"))
+        PeakWatch(torch.device("cpu"))
 
 
 def test_room_is_what_is_free_and_what_is_cached(fake):
-    room = free_memory_of(CUDA)
-    assert room is not None
-    assert room.allocated_bytes() == 10 * GIB
-    assert room.room_bytes() == 65 * GIB
+    assert free_device_bytes(CUDA) == 65 * GIB
 
 
 @pytest.mark.parametrize(("fraction", "room_gib"), [(1.0, 65), (0.5, 30), (0.1, 0)])
 def test_room_ends_at_the_share_of_this_process(fake, fraction, room_gib):
     fake.fraction = fraction
-    assert FreeMemory(CUDA).room_bytes() == room_gib * GIB
+    assert free_device_bytes(CUDA) == room_gib * GIB
 
 
 def test_a_backend_that_tells_no_share_has_none(fake, monkeypatch):
     monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
-    assert FreeMemory(CUDA).room_bytes() == 65 * GIB
+    assert free_device_bytes(CUDA) == 65 * GIB
 
 
 def test_peak_counts_from_the_reset(fake):
-    room: FreeMemory = FreeMemory(CUDA)
+    room = PeakWatch(CUDA)
     fake.reach(30 * GIB, then=12 * GIB)
-    assert room.peak_since_reset() == 30 * GIB
-    room.reset()
-    assert room.peak_since_reset() == 12 * GIB
+    assert room.read().peak_allocated_bytes == 30 * GIB
+    room.restart()
+    assert room.read().peak_allocated_bytes == 12 * GIB
     fake.reach(20 * GIB, then=11 * GIB)
-    assert room.peak_since_reset() == 20 * GIB
+    assert room.read().peak_allocated_bytes == 20 * GIB
 
 
 def test_peaks_survive_those_of_others(fake):
-    room, watch = FreeMemory(CUDA), PeakWatch(CUDA)
-    room.reset()
+    room, watch = PeakWatch(CUDA), PeakWatch(CUDA)
+    room.restart()
     fake.reach(30 * GIB, then=12 * GIB)
     reset_peaks(CUDA)  # a phase ends
     fake.reach(20 * GIB, then=12 * GIB)
     watch.restart()
-    assert room.peak_since_reset() == 30 * GIB
+    assert room.read().peak_allocated_bytes == 30 * GIB
     assert watch.read().peak_allocated_bytes == 12 * GIB
     fake.reach(25 * GIB, then=11 * GIB)
-    room.reset()
-    assert room.peak_since_reset() == 11 * GIB
+    room.restart()
+    assert room.read().peak_allocated_bytes == 11 * GIB
     assert watch.read().peak_allocated_bytes == 25 * GIB
     assert watch.read().allocated_bytes == 11 * GIB
 
 
 def test_peaks_of_another_device_do_not_count(fake):
-    room = FreeMemory(CUDA)
-    room.reset()
+    room = PeakWatch(CUDA)
+    room.restart()
     fake.peak = 70 * GIB
     reset_peaks(OTHER)
     fake.peak = 11 * GIB
-    assert room.peak_since_reset() == 11 * GIB
+    assert room.read().peak_allocated_bytes == 11 * GIB
 
 
 @pytest.mark.device
 def test_the_room_of_a_real_device():
     device = torch.device(DEVICE, 0)
-    room = FreeMemory(device)
+    room = PeakWatch(device)
     device_module().empty_cache()
-    room.reset()
-    start, before = room.allocated_bytes(), room.room_bytes()
+    room.restart()
+    start, before = read_allocator(device).allocated_bytes, free_device_bytes(device)
     block = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
-    assert room.allocated_bytes() == start + 64 * MIB
-    assert abs(before - room.room_bytes() - 64 * MIB) <= 4 * MIB  # other processes
+    assert read_allocator(device).allocated_bytes == start + 64 * MIB
+    assert abs(before - free_device_bytes(device) - 64 * MIB) <= 4 * MIB  # other processes
     del block
-    assert room.peak_since_reset() == start + 64 * MIB
-    assert abs(before - room.room_bytes()) <= 4 * MIB  # it is cached now
+    assert room.read().peak_allocated_bytes == start + 64 * MIB
+    assert abs(before - free_device_bytes(device)) <= 4 * MIB  # it is cached now

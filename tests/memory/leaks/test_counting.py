@@ -5,8 +5,8 @@ import platform
 import pytest
 import torch
 
-from lightning_vram.memory.leaks import search
-from lightning_vram.memory.leaks.search import LiveBytes
+from lightning_vram.memory import leaks
+from lightning_vram.memory.leaks import LiveBytes
 from lightning_vram.memory.units import KIB, MIB
 
 HOST = torch.device("cpu")
@@ -26,12 +26,12 @@ def test_counts_what_is_alive(size):
 
 
 def test_a_counter_that_does_not_see_tensors_is_not_used(monkeypatch):
-    monkeypatch.setattr(search, "_host_counter", lambda: lambda: 1)  # as glibc's beside jemalloc
+    monkeypatch.setattr(leaks, "_host_counter", lambda: lambda: 1)  # as glibc's beside jemalloc
     assert LiveBytes(HOST).read() == {}
 
 
 def test_a_library_without_a_counter_counts_nothing(monkeypatch):
-    monkeypatch.setattr(search.ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(leaks.ctypes, "CDLL", lambda name: object())
     assert LiveBytes(HOST).read() == {}
 
 

@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 
-from lightning_vram.memory.leaks.search import steady_bytes
+from lightning_vram.memory.leaks import steady_bytes
 
 KIB = 1024
 

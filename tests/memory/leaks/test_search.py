@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_vram.memory.leaks.holders import NOBODY
-from lightning_vram.memory.leaks.search import LeakSearch, Program
+from lightning_vram.memory.leaks import NOBODY, LeakSearch, Program
 
 SAVED_COPY_BYTES = 4096
 PATIENCE = 5

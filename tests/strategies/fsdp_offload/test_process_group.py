@@ -127,7 +127,7 @@ import torch
 import torch.distributed as dist
 
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
-if attempt == "0":  # stock torch leaves its addresses in the agent's store
+if attempt == "0":
     dist.init_process_group("gloo")
     dist.barrier()
     if rank == "1":
@@ -153,7 +153,7 @@ def test_torchrun_goes_on_at_the_first_restart(tmp_path: Path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run = subprocess.Popen(
         [*torchrun, "--max-restarts=2", str(script), str(done)],
-        env=os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

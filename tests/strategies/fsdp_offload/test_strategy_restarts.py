@@ -41,7 +41,12 @@ def undisturbed():
 @pytest.mark.parametrize(("kind", "dies_in"), [("full", "step"), ("sharded", "save")])
 def test_a_run_goes_on_where_a_rank_was_killed(kind, dies_in, undisturbed, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[3]), "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "PYTHONPATH": str(SCRIPT.parents[3]),
+        "PYTHONWARNINGS": "ignore",
+    }
     run = subprocess.run(
         [*command, str(SCRIPT), str(tmp_path), kind, dies_in],
         env=environment,

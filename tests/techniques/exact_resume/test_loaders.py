@@ -437,15 +437,13 @@ def test_what_is_no_loader_is_refused():
     [
         seeded(),
         random.Random(0),
-        random,
-        numpy.random,
         numpy.random.RandomState(0),
         *(
             numpy.random.Generator(getattr(numpy.random, name)(0))
             for name in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
         ),
     ],
-    ids=["torch", "Random", "random", "numpy", "RandomState", "PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"],
+    ids=["torch", "Random", "RandomState", "PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"],
 )
 def test_a_generator_goes_on_from_its_state(generator):
     def numbers():
