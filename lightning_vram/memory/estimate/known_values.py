@@ -11,14 +11,12 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from lightning_vram.memory.estimate.recorded_reads import (
-    ARRAY,
     EQUAL,
     INDEX,
     MOST_NUMBERS,
@@ -239,17 +237,17 @@ class KnownValues(UnwrappedMode):
         """Return all numbers of a tensor, as ``.numpy()`` and ``.tolist()`` do."""
         if not isinstance(tensor, FakeTensor):
             return original(tensor)
-        value = self._values.get(tensor)
-        if value is not None and tensor not in self._of_data:
-            with without_dispatch():
-                return original(value.clone())
-        read = self._reads.find(what)
-        if read is None and not tensor.is_floating_point():
-            raise DataDependentOutputException(READ_NUMBER)
+        value = None if tensor in self._of_data else self._values.get(tensor)
+        if value is None:
+            read = self._reads.find(what)
+            if read is None and not tensor.is_floating_point():
+                raise DataDependentOutputException(READ_NUMBER)
+            value = self._guess() if read is None else read.answer
         with without_dispatch():
-            guess = torch.ones(1, dtype=tensor.dtype).numpy()
-        array = np.resize(guess * self._guess() if read is None else read.answer, tensor.shape)
-        return array if what == ARRAY else array.tolist()
+            numbers = torch.as_tensor(value, dtype=tensor.dtype).flatten()
+            if not numbers.numel():
+                numbers = numbers.new_zeros(1)
+            return original(numbers[torch.arange(tensor.numel()) % numbers.numel()].view(tensor.shape))
 
     def _note_truths(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor], result: Any) -> None:
         if self._truths and schema_of(func).is_mutable:

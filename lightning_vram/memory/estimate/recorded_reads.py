@@ -16,13 +16,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_vram.private_names.dispatcher import READ_NUMBER, FakeTensor, OpOverload, UnwrappedMode
+from lightning_vram.private_names.dispatcher import READ_NUMBER, FakeTensor, OpOverload, UnwrappedMode, without_dispatch
 from lightning_vram.private_names.torch import tensors_in, tree_leaves, tree_map
 
 EQUAL, INDEX = torch.ops.aten.equal.default, torch.ops.aten.index.Tensor
@@ -44,7 +43,7 @@ class Read:
 
     place: _Place  # what was asked for, by which code, at which of its lines
     shapes: tuple[_Shape, ...]  # of the tensors that were read
-    answer: Any  # a number, an array, or a Result for each tensor that the operator returned
+    answer: Any  # a number, a tensor, or a Result for each tensor that the operator returned
 
     def scaled(self, shape: _Shape, shapes: Sequence[_Shape]) -> _Shape:
         """Return the shape of a result for tensors of other shapes than those that were read."""
@@ -172,7 +171,8 @@ def recorded(reads: RecordedReads) -> Iterator[None]:
     def recording(what: str) -> Any:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             found = originals[what](tensor, *args, **kwargs)
-            reads.record_read(what, [tensor], np.array(found))
+            with without_dispatch():
+                reads.record_read(what, [tensor], tensor.detach().clone())
             return found
 
         return read
