@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_vram.memory.estimate.cuda_kernels import CHANNELS_LAST, Capability, is_channels_last, kernels_of
 from lightning_vram.memory.estimate.fake_device import FAKE_GPU, FAKE_GPU_TYPE, device_functions
-from lightning_vram.memory.estimate.recorded_reads import replaced
+from lightning_vram.memory.estimate.known_values import replaced
 from lightning_vram.private_names.dispatcher import (
     AUTOCAST,
     BACKEND_NAMES,
@@ -226,7 +226,7 @@ def _torch_cuda(capability: Capability, num_bytes: int, allocated_bytes: Callabl
     properties = SimpleNamespace(
         name="", major=major, minor=minor, total_memory=num_bytes, multi_processor_count=1, warp_size=32
     )
-    functions: dict[str, Any] = {
+    return {
         "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
         "is_current_stream_capturing": lambda: False,
         "get_device_name": lambda *_: properties.name,
@@ -235,9 +235,9 @@ def _torch_cuda(capability: Capability, num_bytes: int, allocated_bytes: Callabl
         "get_rng_state_all": lambda: [torch.default_generator.get_state()],
         "initial_seed": torch.initial_seed,
         "memory_stats": lambda *_: {},
+        **dict.fromkeys(_NOTHING, lambda *_, **__: None),
+        **device_functions(num_bytes, allocated_bytes),
     }
-    functions |= {name: lambda *_, **__: None for name in _NOTHING}
-    return functions | device_functions(num_bytes, allocated_bytes)
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:

@@ -5,13 +5,17 @@ from itertools import cycle
 
 from support.estimates import allocation, timeline_of
 
-from lightning_vram.memory.estimate.caching_allocator import AllocatorSettings, as_on_gpu, replay
+from lightning_vram.memory.estimate.caching_allocator import AllocatorReplay, AllocatorSettings, as_on_gpu
 from lightning_vram.memory.tracking.timeline import Allocation, Category, MemoryEvent, MemoryTimeline, Phase
 from lightning_vram.memory.units import MIB
 
 CARD = "lazy:0"
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 CALLS = 12  # of Python functions, for each event
+
+
+def replay(timeline, device=CARD, **options):
+    return AllocatorReplay(timeline, device, **options)
 
 
 def make_timeline(*changes, op="aten.mm", phases=None, streams=(0,)):
