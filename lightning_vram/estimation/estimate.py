@@ -39,8 +39,9 @@ _GROWING = AllocatorSettings(expandable_segments=True)
 
 def estimate_stages(traced: TracedFit, workspaces: Workspaces | None) -> Mapping[str, StageEstimate]:
     """Replay the allocator over the whole run, and read off each stage."""
-    found, own_settings = {}, read_settings()
-    replays = {} if workspaces is None else {one: _replay(traced, workspaces, one) for one in {own_settings, _GROWING}}
+    found, own_settings, replays = {}, read_settings(), {}
+    if workspaces is not None:
+        replays = {one: AllocatorReplay(traced.timeline, workspaces, one) for one in {own_settings, _GROWING}}
     for name, (start, stop) in traced.spans.items():
         timeline, part = traced.stage(name), slice(start, stop)
         first_event = len(timeline.events) - (stop - start)  # those before stand for what the stage found
@@ -65,13 +66,9 @@ def needed_bytes(traced: TracedFit, workspaces: Workspaces | None) -> int:
     """Return what a run needs of the device, and nothing else: reserved bytes and context."""
     if workspaces is None:
         return max(traced.stage(name).peak_bytes for name in traced.spans)
-    reserved = _replay(traced, workspaces, read_settings()).reserved  # not in the end of the run, which undoes things
-    return max(max(reserved[slice(*span)], default=0) for span in traced.spans.values()) + workspaces.context_bytes
-
-
-def _replay(traced: TracedFit, workspaces: Workspaces, settings: AllocatorSettings) -> AllocatorReplay:
-    timeline, persistent, scratch = traced.timeline, workspaces.persistent_bytes, workspaces.scratch_bytes
-    return AllocatorReplay(timeline, timeline.device, settings=settings, persistent=persistent, scratch=scratch)
+    reserved = AllocatorReplay(traced.timeline, workspaces, read_settings()).reserved
+    parts = (reserved[slice(*span)] for span in traced.spans.values())  # the end of the run undoes things
+    return max(max(part, default=0) for part in parts) + workspaces.context_bytes
 
 
 _LARGEST = 1 << 24

@@ -219,17 +219,15 @@ def reason_of(error: Exception) -> str:
 
 def trace_real_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     """The same on real tensors, on the host, in one process. The module is copied, weights and all."""
-    make = partial(map_tensors, batch, Tensor.clone)
+    what, make = (module, parts_of(run.trainer_arguments, run.run_callbacks)), partial(map_tensors, batch, Tensor.clone)
+
+    def fit(num_batches: int) -> TracedFit | None:
+        # Nothing keeps the memo, which refers to all copies: a weight that is replaced must be freed.
+        copies = copy.deepcopy(what, {id(one): _on_host(one) for one in _tensors_of(module) if not one.is_cpu})
+        return _fit(copies, make, run, HOST, track_memory(copies[0]), num_batches)
+
     with isolated():
-        return _with_enough_batches(partial(_real_fit, module, make, run), run)
-
-
-def _real_fit(
-    module: pl.LightningModule, make_batch: Callable[[], Any], run: FitRun, num_batches: int
-) -> TracedFit | None:
-    what = module, parts_of(run.trainer_arguments, run.run_callbacks)  # nothing keeps the memo, which refers to all
-    copies = copy.deepcopy(what, {id(one): _on_host(one) for one in _tensors_of(module) if not one.is_cpu})
-    return _fit(copies, make_batch, run, HOST, track_memory(copies[0]), num_batches)
+        return _with_enough_batches(fit, run)
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

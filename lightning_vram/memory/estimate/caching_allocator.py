@@ -13,6 +13,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from lightning_vram.memory.device.accelerators import VARIABLES
+from lightning_vram.memory.estimate.workspaces import Workspaces
 from lightning_vram.memory.tracking.timeline import Allocation, MemoryEvent, MemoryTimeline, Phase
 from lightning_vram.memory.units import MIB
 
@@ -258,31 +259,22 @@ def as_on_gpu(timeline: MemoryTimeline) -> MemoryTimeline:
 
 
 class AllocatorReplay:
-    """What the allocator holds on one device over a timeline; of several steps, the second stands for all later ones.
+    """What the allocator of its device holds over a timeline; of several steps, the second stands for all later ones.
 
     ``allocated``: most bytes in used blocks at each event, with scratch of its operator. ``reserved``: bytes taken from
     the driver, after each event. ``workspace_bytes``: the most that libraries took at once, in addition to tensors.
     """
 
-    def __init__(
-        self,
-        timeline: MemoryTimeline,
-        device: str,
-        *,
-        settings: AllocatorSettings | None = None,
-        persistent: Mapping[str, tuple[int, ...]] | None = None,  # see Workspaces
-        scratch: Mapping[str, int] | None = None,
-    ) -> None:
+    def __init__(self, timeline: MemoryTimeline, workspaces: Workspaces, settings: AllocatorSettings) -> None:
         self._allocator = CachingAllocator(settings)
-        self._persistent = persistent or {}
-        self._scratch = scratch or {}
+        self._workspaces = workspaces
         self._persistent_bytes = self._most_scratch_bytes = 0
         self._taken: set[tuple[int, int, bool]] = set()
         self._blocks: dict[int, Block] = {}
         allocated, reserved = [], []
         for event in timeline.events:
             allocation = timeline.allocations[event.allocation]
-            scratch_bytes = self._play(event, allocation) if allocation.device == device else 0
+            scratch_bytes = self._play(event, allocation) if allocation.device == timeline.device else 0
             allocated.append(self._allocator.allocated_bytes + scratch_bytes)
             reserved.append(self._allocator.reserved_bytes)
         self.allocated, self.reserved = tuple(allocated), tuple(reserved)
@@ -302,12 +294,14 @@ class AllocatorReplay:
             allocator.free(block)
         if event.change_bytes <= 0:
             return 0
-        for library, num_bytes in enumerate(self._persistent.get(allocation.op, ())):  # kept from its first run on
+        for library, num_bytes in enumerate(
+            self._workspaces.persistent_bytes.get(allocation.op, ())
+        ):  # kept from its first run on
             key = library, stream, event.phase is Phase.BACKWARD
             if key not in self._taken:
                 self._taken.add(key)
                 self._persistent_bytes += allocator.malloc(num_bytes, stream).size
-        if not (num_bytes := self._scratch.get(allocation.op, 0)):
+        if not (num_bytes := self._workspaces.scratch_bytes.get(allocation.op, 0)):
             return 0
         block = allocator.malloc(num_bytes, stream)
         scratch_bytes = block.size  # before it grows by free neighbours

@@ -65,7 +65,7 @@ class Read:
 
     place: _Place
     shapes: tuple[_Shape, ...]  # of the tensors that were read
-    answer: Any  # what was returned, with a Result for each tensor of an operator
+    answer: Any  # what was returned; tensors are on the meta device, but few integers as they are
 
     def scaled(self, shape: _Shape, shapes: Sequence[_Shape]) -> _Shape:
         """Return the shape of a result for tensors of other shapes than those that were read."""
@@ -78,15 +78,6 @@ class Read:
             first = round(shape[0] * new / max(1, old))
         changed = {a: b for one, other in pairs for a, b in zip(one[1:], other[1:], strict=True) if a != b}
         return first, *(changed.get(size, size) for size in shape[1:])
-
-
-@dataclass(frozen=True)
-class Result:
-    """A tensor that an operator returned."""
-
-    shape: _Shape
-    dtype: torch.dtype
-    value: Tensor | None  # of few integers
 
 
 @dataclass
@@ -242,8 +233,10 @@ def _reads_values(func: Any) -> bool:
 def _describe(one: Any) -> Any:
     if not isinstance(one, Tensor):
         return one
-    is_small = not one.is_floating_point() and not one.is_complex() and one.numel() <= _MOST_NUMBERS
-    return Result(tuple(one.shape), one.dtype, one.detach().clone() if is_small else None)
+    if not one.is_floating_point() and not one.is_complex() and one.numel() <= _MOST_NUMBERS:
+        return one.detach().clone()
+    with without_dispatch():  # the trackers count what is real
+        return torch.empty(one.shape, dtype=one.dtype, device="meta")
 
 
 def _place_of(what: Any) -> _Place:
@@ -353,12 +346,12 @@ class KnownValues(UnwrappedMode):
         raise error
 
     def _remake(self, read: Read, shapes: list[_Shape], device: torch.device, answer: Any) -> Any:
-        if not isinstance(answer, Result):
+        if not isinstance(answer, Tensor):
             return answer
-        shape = read.scaled(answer.shape, shapes)
-        if answer.value is not None and shape == answer.shape:
-            return answer.value if read.place[0] is PACK_SEQUENCES else self._fake(device, answer.value)
-        return torch.empty(shape, dtype=answer.dtype, device=device)
+        shape = read.scaled(tuple(answer.shape), shapes)
+        if answer.is_meta or shape != answer.shape:
+            return torch.empty(shape, dtype=answer.dtype, device=device)
+        return answer if read.place[0] is PACK_SEQUENCES else self._fake(device, answer)
 
     def _fake(self, device: torch.device, value: Any) -> Any:
         """Return a fake that has a value, if that is short enough to be kept; what is no tensor as it is."""
