@@ -84,11 +84,10 @@ def batch_size_of(batch: Any) -> int | None:
 
 def first_samples(batch: Any, few: int) -> Any:
     """Return a batch of few of the samples of a batch; the batch, if it has as few or cannot be cut."""
-    size = batch_size_of(batch)
-    if size is None or size <= few:
-        return batch
+    splitter = BatchSplitter()
     try:
-        return BatchSplitter().split(batch, [few, size - few])[0]
+        size = splitter.batch_size(batch)
+        return batch if size <= few else splitter.split(batch, [few, size - few])[0]
     except BatchSplitError:
         return batch
 
@@ -167,18 +166,16 @@ def read_first_batches(trainer: pl.Trainer, module: pl.LightningModule, most: in
         raise ValueError("there is no data to train on")
     if isinstance(trainer.limit_train_batches, int):
         most = max(1, min(most, trainer.limit_train_batches))
-    found: dict[int, list[Any]] = {}
-
-    def read(loader: Any) -> None:
-        found[id(loader)] = _first_of(loader, most)
+    sources, leaves = combined.iterables, combined.flattened
+    if is_sequential_loader(combined):
+        sources, leaves = leaves[0], leaves[:1]
+    found = {id(loader): _first_of(loader, most) for loader in leaves}
+    if not all(found.values()):
+        raise ValueError("the data has no batch")
 
     def batch_at(place: int, loader: Any) -> Any:
         return found[id(loader)][place % len(found[id(loader)])]
 
-    sources = combined.flattened[0] if is_sequential_loader(combined) else combined.iterables
-    tree_map(read, sources)
-    if not all(found.values()):
-        raise ValueError("the data has no batch")
     batches = [tree_map(partial(batch_at, place), sources) for place in range(max(map(len, found.values())))]
     return batches, _length(combined, trainer.limit_train_batches)
 

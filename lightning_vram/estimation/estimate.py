@@ -25,7 +25,7 @@ from lightning_vram.estimation.batches import (
 from lightning_vram.estimation.fake_trainer import RunCallbacks, as_list, check_run_callbacks
 from lightning_vram.estimation.traced_fit import FitRun, TracedFit, run_whole, trace_fit
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
-from lightning_vram.memory.estimate.caching_allocator import AllocatorReplay, AllocatorSettings, read_settings, replay
+from lightning_vram.memory.estimate.caching_allocator import AllocatorReplay, AllocatorSettings, read_settings
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, find_device
 from lightning_vram.memory.estimate.result import MemoryEstimate, StageEstimate
 from lightning_vram.memory.estimate.workspaces import Workspaces, workspaces_of
@@ -39,8 +39,9 @@ _GROWING = AllocatorSettings(expandable_segments=True)
 
 def estimate_stages(traced: TracedFit, workspaces: Workspaces | None) -> Mapping[str, StageEstimate]:
     """Replay the allocator over the whole run, and read off each stage."""
-    found, own_settings = {}, read_settings()
-    replays = {} if workspaces is None else {one: _replay(traced, workspaces, one) for one in {own_settings, _GROWING}}
+    found, own_settings, replays = {}, read_settings(), {}
+    if workspaces is not None:
+        replays = {one: AllocatorReplay(traced.timeline, workspaces, one) for one in {own_settings, _GROWING}}
     for name, (start, stop) in traced.spans.items():
         timeline, part = traced.stage(name), slice(start, stop)
         first_event = len(timeline.events) - (stop - start)  # those before stand for what the stage found
@@ -65,13 +66,9 @@ def needed_bytes(traced: TracedFit, workspaces: Workspaces | None) -> int:
     """Return what a run needs of the device, and nothing else: reserved bytes and context."""
     if workspaces is None:
         return max(traced.stage(name).peak_bytes for name in traced.spans)
-    reserved = _replay(traced, workspaces, read_settings()).reserved  # not in the end of the run, which undoes things
-    return max(max(reserved[slice(*span)], default=0) for span in traced.spans.values()) + workspaces.context_bytes
-
-
-def _replay(traced: TracedFit, workspaces: Workspaces, settings: AllocatorSettings) -> AllocatorReplay:
-    timeline, persistent, scratch = traced.timeline, workspaces.persistent_bytes, workspaces.scratch_bytes
-    return replay(timeline, timeline.device, settings=settings, persistent=persistent, scratch=scratch)
+    reserved = AllocatorReplay(traced.timeline, workspaces, read_settings()).reserved
+    parts = (reserved[slice(*span)] for span in traced.spans.values())  # the end of the run undoes things
+    return max(max(part, default=0) for part in parts) + workspaces.context_bytes
 
 
 _LARGEST = 1 << 24
@@ -100,9 +97,9 @@ def find_limit(
 ) -> Limit:
     """Find the largest size that the model accepts and whose memory, which grows with it, is within a limit."""
     found = _Sizes(trace, needed_bytes)
-    found.needs[sizes[0]] = needed_bytes(first)
+    found.add(sizes[0], first)
     with suppress(*UNKNOWN_VALUES):  # what the fakes cannot tell is not the model's word
-        law = found.law(sizes, first)
+        law = found.law(sizes)
         largest = min((size for size in found.refusals if size > max(found.needs)), default=None)
         if law is not None:
             largest = _bisect(lambda size: needed_bytes(law.predict(size)) <= limit_bytes, sizes[0])
@@ -128,30 +125,23 @@ class SizeLaw:
             raise ValueError(f"the step differs between the sizes {', '.join(map(str, self._sizes))}")
 
     def predict(self, size: int) -> TracedFit:
-        """Return the run of ``size``."""
-        first = self._runs[0]
-        weights, divisor = _lagrange(self._sizes, size)
-        columns = zip(*(run.timeline.events for run in self._runs), strict=True)
-        timeline = replace(first.timeline, events=tuple(_mix(events, weights, divisor) for events in columns))
-        return replace(first, timeline=timeline)
+        """Return the run of ``size``: each event by the polynomial through those of the known runs."""
+        first, columns = self._runs[0], zip(*(run.timeline.events for run in self._runs), strict=True)
+        shares = [
+            math.prod(Fraction(size - other, point - other) for other in self._sizes if other != point)
+            for point in self._sizes
+        ]
+        divisor = math.lcm(*(share.denominator for share in shares))
+        mix = partial(_mix, [int(share * divisor) for share in shares], divisor)
+        return replace(first, timeline=replace(first.timeline, events=tuple(map(mix, columns))))
 
 
-def _mix(events: Sequence[MemoryEvent], weights: Sequence[int], divisor: int) -> MemoryEvent:
+def _mix(weights: Sequence[int], divisor: int, events: Sequence[MemoryEvent]) -> MemoryEvent:
     first = events[0]
     if all(event.change_bytes == first.change_bytes for event in events):
         return first
     weighted = sum(weight * event.change_bytes for event, weight in zip(events, weights, strict=True))
     return MemoryEvent(first.allocation, (2 * weighted + divisor) // (2 * divisor), first.phase)
-
-
-def _lagrange(points: Sequence[int], at: int) -> tuple[list[int], int]:
-    """Weights of the values at ``points`` in that of the polynomial through them, and what to divide the sum by."""
-    weights = []
-    for point in points:
-        others = [other for other in points if other != point]
-        weights.append(math.prod(Fraction(at - other, point - other) for other in others))
-    divisor = math.lcm(*(weight.denominator for weight in weights))
-    return [int(weight * divisor) for weight in weights], divisor
 
 
 def _without_scratch(run: TracedFit) -> TracedFit:
@@ -176,35 +166,36 @@ def _shape_of(run: TracedFit) -> int:
 
 
 class _Sizes:
-    """Which sizes the model takes, and what steps of them need."""
+    """Which sizes the model takes, and what steps of them do and need."""
 
     def __init__(self, trace: Callable[[int], TracedFit], needed_bytes: Callable[[TracedFit], int]) -> None:
         self._trace = trace
         self._needed_bytes = needed_bytes
+        self.runs: dict[int, TracedFit] = {}  # of which the law is made
         self.needs: dict[int, int] = {}
         self.refusals: dict[int, str] = {}
 
-    def takes(self, size: int, runs: dict[int, TracedFit] | None = None) -> bool:
-        """Whether the model takes a size, whose run is added to ``runs``."""
-        if size in self.refusals or (runs is None and size in self.needs):
-            return size in self.needs
-        traced, refusal = attempt(partial(self._trace, size))
-        if traced is None:
-            self.refusals[size] = refusal
-            return False
-        self.needs[size] = self._needed_bytes(traced)
-        if runs is not None:
-            runs[size] = traced
-        return True
+    def add(self, size: int, traced: TracedFit) -> None:
+        self.runs[size], self.needs[size] = traced, self._needed_bytes(traced)
 
-    def law(self, sizes: Sequence[int], first: TracedFit) -> SizeLaw | None:
+    def takes(self, size: int) -> bool:
+        """Whether the model takes a size."""
+        if size and size not in self.needs and size not in self.refusals:
+            traced, refusal = attempt(partial(self._trace, size))
+            if traced is None:
+                self.refusals[size] = refusal
+            else:
+                self.add(size, traced)
+        return size in self.needs
+
+    def law(self, sizes: Sequence[int]) -> "SizeLaw | None":
         """Return the law of steps of these sizes, or of parts or multiples of the first, if the model takes them."""
-        start, runs = sizes[0], {sizes[0]: first}
+        start = sizes[0]
         for points in (sizes, (start, start // 2, start // 4), (start, 2 * start, 3 * start)):
             points = points[: len(sizes)]
-            if all(point in runs or (point and self.takes(point, runs)) for point in points):
+            if all(map(self.takes, points)):
                 with suppress(ValueError):
-                    return SizeLaw({point: runs[point] for point in points})
+                    return SizeLaw({point: self.runs[point] for point in points})
         return None
 
     def largest_below(self, refused: int) -> int | None:
@@ -367,13 +358,13 @@ class Estimator:
     @property
     def has_limits(self) -> bool:
         """Whether runs with other batches can follow; what a step reads of its tensors was recorded with this one."""
-        return self._is_traced and not self._run.reads.runs
+        return self._is_traced and not self._run.reads.is_recorded
 
     def _cut_until_it_fits(self) -> None:
         """Do what callbacks that cut batches when memory runs out would find out: here it never does."""
         size, arguments = batch_size_of(self._batch) or 1, self._run.trainer_arguments
         callbacks = as_list(arguments.get("callbacks"))
-        if not self._is_traced or not any(_cuts_when_full(callback) for callback in callbacks):
+        if not self._is_traced or not any(map(_cuts_when_full, callbacks)):
             return
         best_bytes = last_bytes = needed_bytes(self._traced, self._workspaces)
         while size > 1 and best_bytes > self._spec.memory_bytes:
@@ -381,11 +372,9 @@ class Estimator:
             cut = [one.starting_with(size) if _cuts_when_full(one) else one for one in callbacks]
             run = replace(self._run, trainer_arguments={**arguments, "callbacks": cut})
             traced, _ = attempt(partial(trace_fit, self._module, self._batch, run))
-            if traced is None:
-                return  # batch norms refuse one sample
-            num_bytes = needed_bytes(traced, self._workspaces)
-            if num_bytes == last_bytes:
-                return  # it runs whole, or needs the most elsewhere
+            num_bytes = last_bytes if traced is None else needed_bytes(traced, self._workspaces)
+            if traced is None or num_bytes == last_bytes:
+                return  # batch norms refuse one sample; or it runs whole, or needs the most elsewhere
             last_bytes = num_bytes
             if num_bytes < best_bytes:
                 best_bytes, self._micro_batch_size, self._run, self._traced = num_bytes, size, run, traced

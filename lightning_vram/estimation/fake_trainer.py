@@ -50,18 +50,6 @@ def isolated(*, is_connected: bool = False) -> Iterator[None]:
     A Trainer turns Ctrl-C into ``SystemExit``, and ignores it from then on: here it stays a ``KeyboardInterrupt``.
     """
     handler = signal.getsignal(signal.SIGINT)
-    try:
-        with _state_restored(is_connected=is_connected):
-            yield
-    except SystemExit as end:
-        if not isinstance(end.__context__, KeyboardInterrupt):
-            raise
-        signal.signal(signal.SIGINT, handler)
-        raise end.__context__ from None
-
-
-@contextmanager
-def _state_restored(*, is_connected: bool) -> Iterator[None]:
     with ExitStack() as stack:
         random_numbers = isolate_rng()
         random_numbers.__enter__()
@@ -79,7 +67,13 @@ def _state_restored(*, is_connected: bool) -> Iterator[None]:
         _restore_switches(stack)
         if not is_connected:
             stack.enter_context(disconnected())
-        yield
+        try:
+            yield
+        except SystemExit as end:
+            if not isinstance(end.__context__, KeyboardInterrupt):
+                raise
+            signal.signal(signal.SIGINT, handler)
+            raise end.__context__ from None
 
 
 def _silence_first_times(stack: ExitStack) -> None:
@@ -116,12 +110,9 @@ _ENDS = (
 )
 _NOT_RUN = (*_ENDS, "prepare_data")  # data are there, or made by the run itself
 RunCallbacks = Sequence[str | type[Callback]]
-_SET_HERE = (
-    *("accelerator", "devices", "num_nodes", "max_epochs", "min_epochs", "max_steps", "min_steps", "max_time"),
-    *("logger", "log_every_n_steps", "profiler", "barebones", "fast_dev_run", "overfit_batches", "detect_anomaly"),
-    *("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps"),
-    *("limit_train_batches", "limit_val_batches", "val_check_interval", "check_val_every_n_epoch"),
-    *("limit_test_batches", "limit_predict_batches", "reload_dataloaders_every_n_epochs", "default_root_dir"),
+_KEPT = (
+    *("strategy", "precision", "callbacks", "plugins", "accumulate_grad_batches", "gradient_clip_val"),
+    *("gradient_clip_algorithm", "deterministic", "benchmark", "inference_mode", "sync_batchnorm"),
 )
 _NEED_CUDA = (FSDPStrategy, DeepSpeedStrategy)
 _NAMES_OF_SUCH = ("deepspeed", "fsdp_cpu_offload")
@@ -167,14 +158,14 @@ def make_trainer(
     arguments: Mapping[str, Any],
     device: torch.device,
     num_ranks: int,
-    own_callbacks: Sequence[Callback],
-    *,
+    own_callback: Callback,
     folder: str,
-    with_validation: bool,
 ) -> pl.Trainer:
     """Make a Trainer that runs :data:`NUM_STEPS` optimizer steps and one batch of validation."""
-    _check_names(arguments)
-    kept = {name: value for name, value in arguments.items() if name not in _SET_HERE}
+    if unknown := arguments.keys() - inspect.signature(pl.Trainer.__init__).parameters.keys():
+        name = sorted(unknown)[0]
+        raise TypeError(f"estimate_memory(trainer) takes arguments of Trainer, got {name!r}, which is not one.")
+    kept = {name: value for name, value in arguments.items() if name in _KEPT}
     callbacks, plugins = kept.pop("callbacks"), kept.pop("plugins")
     strategy = kept.get("strategy")
     if strategy in _ON_ONE_DEVICE:
@@ -191,7 +182,7 @@ def make_trainer(
         **kept,
         accelerator=FakeAccelerator() if device == FAKE_GPU else "cpu",
         devices=num_ranks,
-        callbacks=[*callbacks, *own_callbacks],
+        callbacks=[*callbacks, own_callback],
         plugins=[*plugins, FakeEnvironment()],
         max_epochs=1,
         default_root_dir=folder,
@@ -200,7 +191,7 @@ def make_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        limit_val_batches=1 if with_validation else 0,
+        limit_val_batches=1,
     )
     known = {id(callback) for callback in callbacks}  # others come from entry points of installed packages
     trainer.callbacks = [one for one in trainer.callbacks if id(one) in known or is_run(one)]  # type: ignore[attr-defined]
@@ -209,20 +200,19 @@ def make_trainer(
 
 def leave_out_reducer(strategy: Strategy, label: Callable[[Sequence[Tensor]], None]) -> None:
     """Let DDP hold gradient buckets and wrap nothing: its reducer is C++ that reads pointers."""
+
+    def hold_buckets() -> None:
+        module: Any = strategy.lightning_module
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        buckets = [parameter.new_zeros(parameter.shape) for parameter in parameters]  # DDP joins them up to 25 MiB each
+        label(buckets)
+        strategy.ddp_buckets = buckets  # type: ignore[attr-defined]  # as long as it
+        if ddp_arguments(strategy).get("gradient_as_bucket_view"):  # type: ignore[arg-type]
+            for bucket, parameter in zip(buckets, parameters, strict=True):
+                parameter.register_post_accumulate_grad_hook(partial(_move_into, bucket))
+
     if isinstance(strategy, DDPStrategy):
-        strategy.configure_ddp = partial(_hold_buckets, strategy, label)  # type: ignore[method-assign]
-
-
-def _hold_buckets(strategy: DDPStrategy, label: Callable[[Sequence[Tensor]], None]) -> None:
-    module, arguments = strategy.lightning_module, ddp_arguments(strategy)
-    assert module is not None  # the strategy has connected it
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    buckets = [parameter.new_zeros(parameter.shape) for parameter in parameters]  # DDP joins them up to 25 MiB each
-    label(buckets)
-    strategy.ddp_buckets = buckets  # type: ignore[attr-defined]  # as long as it
-    if arguments.get("gradient_as_bucket_view"):
-        for bucket, parameter in zip(buckets, parameters, strict=True):
-            parameter.register_post_accumulate_grad_hook(partial(_move_into, bucket))  # type: ignore[no-untyped-call]
+        strategy.configure_ddp = hold_buckets  # type: ignore[method-assign]
 
 
 def _move_into(view: Tensor, parameter: nn.Parameter) -> None:
@@ -234,18 +224,13 @@ def _move_into(view: Tensor, parameter: nn.Parameter) -> None:
 def add_silent_logger(trainer: pl.Trainer) -> None:
     """Let steps have a ``self.logger``, which drops whatever they hand to it."""
     log_nothing(trainer)
-    trainer.loggers = [_SilentLogger(str(trainer.default_root_dir))]
+    logger = _SilentLogger()
+    logger.save_dir = str(trainer.default_root_dir)  # type: ignore[misc]
+    trainer.loggers = [logger]
 
 
 class _SilentLogger(DummyLogger):
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        self._folder = folder
-
-    @property
-    @override
-    def save_dir(self) -> str:
-        return self._folder
+    save_dir = None  # type: ignore[assignment]  # a property of others
 
 
 def parts_of(arguments: Mapping[str, Any], run_callbacks: RunCallbacks = ()) -> dict[str, list[Any]]:
@@ -290,19 +275,15 @@ def run_without_ends(
     def configure_callbacks() -> list[Callback]:
         configured = as_list(configure())
         given.extend(configured)
-        _check_are_there(run_callbacks, given)
+        for wanted in run_callbacks:
+            if not any(is_run(callback, [wanted]) and _is_one_of(callback, [wanted]) for callback in given):
+                name = wanted if isinstance(wanted, str) else wanted.__name__
+                there = ", ".join(type(callback).__name__ for callback in given if _is_the_users(callback)) or "none"
+                raise ValueError(f"run_callbacks names {name!r}, but the Trainer's own callbacks are: {there}.")
         return _without_ends([callback for callback in configured if is_run(callback, run_callbacks)])
 
     _without_ends([module, *callbacks])
     vars(module)["configure_callbacks"] = configure_callbacks
-
-
-def _check_are_there(run_callbacks: RunCallbacks, callbacks: list[Callback]) -> None:
-    for wanted in run_callbacks:
-        if not any(is_run(callback, [wanted]) and _is_one_of(callback, [wanted]) for callback in callbacks):
-            name = wanted if isinstance(wanted, str) else wanted.__name__
-            there = ", ".join(type(callback).__name__ for callback in callbacks if _is_the_users(callback))
-            raise ValueError(f"run_callbacks names {name!r}, but the Trainer's own callbacks are: {there or 'none'}.")
 
 
 def _without_ends(parts: list[Any]) -> list[Any]:
@@ -312,15 +293,11 @@ def _without_ends(parts: list[Any]) -> list[Any]:
     return parts
 
 
-class StayOnCard(Callback):
+def stay_on_card(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Leave out Lightning's move of everything back to the host after a run, tensor by tensor: a fifth of the work."""
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        parts = trainer.strategy, trainer.precision_plugin
-        if not any(type(part).__module__.startswith(_OWN) for part in parts):
-            vars(pl_module)["cpu"] = lambda: pl_module
-            trainer.strategy.optimizers = []
+    if not any(type(part).__module__.startswith(_OWN) for part in (trainer.strategy, trainer.precision_plugin)):
+        vars(module)["cpu"] = lambda: module
+        trainer.strategy.optimizers = []
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
@@ -347,10 +324,3 @@ def _is_the_users(callback: Callback) -> bool:
 def _is_one_of(callback: Callback, wanted: RunCallbacks) -> bool:
     kinds = [kind for kind in type(callback).__mro__ if issubclass(kind, Callback)]
     return any(not {kind, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}.isdisjoint(wanted) for kind in kinds)
-
-
-def _check_names(arguments: Mapping[str, Any]) -> None:
-    known = inspect.signature(pl.Trainer.__init__).parameters
-    for name in arguments:
-        if name not in known:
-            raise TypeError(f"estimate_memory(trainer) takes arguments of Trainer, got {name!r}, which is not one.")

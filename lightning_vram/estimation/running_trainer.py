@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import (
 )
 from torch.nn.parameter import is_lazy
 
+from lightning_vram.argument_checks import check_kind
 from lightning_vram.core.ranks import RankAgreement
 from lightning_vram.estimation.batches import count_elements, read_first_batches
 from lightning_vram.estimation.fake_trainer import RunCallbacks, isolated
@@ -30,7 +31,7 @@ from lightning_vram.memory.device.accelerators import (
     total_bytes,
 )
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, describe_this_device
-from lightning_vram.memory.estimate.recorded_reads import RecordedReads
+from lightning_vram.memory.estimate.known_values import RecordedReads
 from lightning_vram.memory.host import available_host_bytes
 from lightning_vram.memory.units import parse_bytes, parse_limit
 from lightning_vram.private_names.lightning import ddp_arguments, mesh_sizes, notes_of_run, syncs_layers
@@ -42,14 +43,11 @@ def check_limit(name: str, limit: object) -> None:
     """Refuse what is no limit: ``"auto"``, bytes of 1 MiB or more, text with a unit, or a share above 0 up to 1."""
     if limit == AUTO:
         return
-    if isinstance(limit, float):
-        if not 0 < limit <= 1:
-            raise ValueError(f"{name} as a share of the device must be above 0 and at most 1, got {limit}.")
-    elif isinstance(limit, bool) or not isinstance(limit, int | str):
-        what = f"{limit!r} of type {type(limit).__name__}"
-        raise TypeError(f"{name} must be 'auto', bytes, text such as '20GiB', or a share, got {what}.")
-    else:
-        parse_limit(limit, name)
+    check_kind(name, limit, int | float | str, "'auto', bytes, text such as '20GiB', or a share")
+    if not isinstance(limit, float):
+        parse_limit(limit, name)  # type: ignore[arg-type]
+    elif not 0 < limit <= 1:
+        raise ValueError(f"{name} as a share of the device must be above 0 and at most 1, got {limit}.")
 
 
 def limit_bytes(name: str, limit: int | float | str, device: torch.device) -> int | None:
@@ -59,14 +57,6 @@ def limit_bytes(name: str, limit: int | float | str, device: torch.device) -> in
     if isinstance(limit, float):
         return int(limit * (total_bytes(device) if can_limit(device) else available_host_bytes() or 0))
     return parse_bytes(limit, name)
-
-
-def free_bytes_of(device: torch.device, num_processes: int) -> int | None:
-    """Return how much more of ``device`` this process can have; ``None`` if the device does not report it."""
-    if device.type == "cpu":
-        available_bytes = available_host_bytes()
-        return None if available_bytes is None else available_bytes // num_processes
-    return free_device_bytes(device)
 
 
 Decision = TypeVar("Decision")
@@ -97,8 +87,11 @@ def decide_together(
     run_callbacks: RunCallbacks,
 ) -> Decision:
     """Let rank zero decide, for the rank that has least free memory. A collective; ``decide`` must not raise."""
-    device = trainer.strategy.root_device
-    free_bytes = free_bytes_of(device, trainer.num_devices)
+    device, free_bytes = trainer.strategy.root_device, None  # of which this process can have more
+    if device.type != "cpu":
+        free_bytes = free_device_bytes(device)
+    elif (available_bytes := available_host_bytes()) is not None:
+        free_bytes = available_bytes // trainer.num_devices
     if free_bytes is not None:
         free_bytes += _bytes_on(device, module)
         free_bytes = free_bytes if limit is None else min(free_bytes, limit)
@@ -134,10 +127,12 @@ def _read(
     if not shared:
         with isolated(is_connected=True):  # samplers may ask for the rank
             batches, num_batches = read_first_batches(trainer, module, _FIRST_BATCHES)
-        sizes = tuple(map(count_elements, batches))
-        num_batches = _on_this_rank(trainer, num_batches)
-        batch, reads = max(batches, key=count_elements), RecordedReads()
-        shared.update(batch=batch, sizes=sizes, num_batches=num_batches, known=[], reads=reads)
+        shared["data"] = {
+            "batch": max(batches, key=count_elements),
+            "sizes": tuple(map(count_elements, batches)),
+            "num_batches": _on_this_rank(trainer, num_batches),
+        }
+        shared["fit"] = {"known": [], "reads": RecordedReads()}
     spec = describe_device(device, min(free_bytes))
     fit = FitRun(
         read_trainer_arguments(trainer),
@@ -145,11 +140,9 @@ def _read(
         num_ranks=trainer.num_devices * trainer.num_nodes,
         with_times=True,
         run_callbacks=run_callbacks,
-        known=shared["known"],
-        reads=shared["reads"],
+        **shared["fit"],
     )
-    batch, sizes, num_batches = (shared[name] for name in ("batch", "sizes", "num_batches"))
-    return RunningTrainer(module, batch, spec, fit, trainer.num_devices, sizes, num_batches)
+    return RunningTrainer(module, device=spec, fit=fit, num_devices=trainer.num_devices, **shared["data"])
 
 
 def _on_this_rank(trainer: pl.Trainer, num_batches: int | None) -> int | None:

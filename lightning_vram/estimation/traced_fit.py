@@ -26,7 +26,6 @@ from lightning_vram.estimation.batches import FreshBatches, batch_size_of, first
 from lightning_vram.estimation.fake_trainer import (
     NUM_STEPS,
     RunCallbacks,
-    StayOnCard,
     add_silent_logger,
     as_list,
     isolated,
@@ -36,6 +35,7 @@ from lightning_vram.estimation.fake_trainer import (
     needs_ranks,
     parts_of,
     run_without_ends,
+    stay_on_card,
 )
 from lightning_vram.estimation.step_time import StepClock, StepTime
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
@@ -44,8 +44,7 @@ from lightning_vram.memory.estimate.cuda_kernels import Scratch
 from lightning_vram.memory.estimate.cuda_semantics import cuda_semantics
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.fake_device import FAKE_GPU, HOST, FakeTensors, fake_device, fake_ranks
-from lightning_vram.memory.estimate.known_values import KnownValues
-from lightning_vram.memory.estimate.recorded_reads import RecordedReads, recorded
+from lightning_vram.memory.estimate.known_values import KnownValues, RecordedReads, recorded
 from lightning_vram.memory.host import available_host_bytes
 from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
@@ -56,7 +55,6 @@ from lightning_vram.private_names.torch import forget_compiled_steps
 FIRST_STEP, STEP, VALIDATION = "first step", "train", "validation"
 _MOST_BATCHES = 256
 _USUAL_CAPABILITY = (8, 0)
-_VERBOSE = {"validate": "verbose", "test": "verbose", "predict": "return_predictions"}
 _FEW = 8  # samples
 _MOST_MADE_BYTES = 4 << 30  # by operators, in real steps of a whole batch: some 20 s
 _PER_WEIGHT_BYTE = 5  # the copy of a weight, its gradient, two moments, and what the step itself takes
@@ -92,8 +90,7 @@ class FitRun:
     card: DeviceSpec | None = None  # what it runs on; ``None`` is the host
     num_ranks: int = 1  # processes, all of which do the same
     with_validation: bool = True  # after the steps
-    with_times: bool = False  # whether to count what the operators take, of a fit
-    evaluation: str | None = None  # "validate", "test" or "predict": one batch of that, by itself; ``None``: a fit
+    with_times: bool = False  # whether to count what the operators take
     run_callbacks: RunCallbacks = ()  # the user's callbacks that are run, by classes or names
     # The first run of a Trainer and what came of it, for others of the same; ``None``: not shared.
     known: list[tuple["FitRun", list[Any], TracedFit]] | None = field(default=None, compare=False)
@@ -103,7 +100,7 @@ class FitRun:
 
 
 def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
-    """Run two optimizer steps and one batch of validation, or one batch of another evaluation, on fake tensors."""
+    """Run two optimizer steps and one batch of validation on fake tensors."""
     what = [module, batch, *chain(*parts_of(run.trainer_arguments, run.run_callbacks).values())]
     for known, known_what, traced in run.known or ():
         is_known = replace(known, trainer_arguments={}) == replace(run, trainer_arguments={})
@@ -118,14 +115,14 @@ def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
 def _fit_with_reads(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     """Trace; where unknown values are read, record those of a real run first."""
     fit = partial(_with_enough_batches, partial(_fake_fit, module, batch, run), run)
-    tensors, reason = [*module.parameters(), *module.buffers()], None
+    tensors, reason = _tensors_of(module), None
     try:
         traced = fit()
         is_light = sum(one.nbytes for one in tensors) <= _LIGHT_BYTES and not any(one.is_meta for one in tensors)
-        if run.evaluation in run.reads.runs or not run.reads.wanted or not is_light:
+        if run.reads.is_recorded or not run.reads.wanted or not is_light:
             return traced
     except UNKNOWN_VALUES as error:
-        if run.evaluation in run.reads.runs:
+        if run.reads.is_recorded:
             raise
         reason = error
     line = f" ({run.reads.wanted})" if reason is None else user_line(reason)
@@ -140,16 +137,15 @@ def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, line: str
     real = map_tensors(batch, _with_values)
     size, few = batch_size_of(real) or 1, first_samples(real, _FEW)
     try:
-        reads, traced = _record(module, few, alone)
+        traced = _record(module, few, alone)
     except Exception:  # the model may refuse so few: what it raises with all of them is its word
         few = real
-        reads, traced = _record(module, real, alone)
+        traced = _record(module, real, alone)
     ratio, peak_bytes = size / (batch_size_of(few) or 1), traced.timeline.peak_bytes
     made_bytes = sum(max(0, event.change_bytes) for event in traced.timeline.events)  # about what operators take
     if ratio > 1 and ratio * made_bytes <= _MOST_MADE_BYTES and needed_bytes + ratio * peak_bytes <= there_bytes:
         few = real
-        reads, _ = _record(module, real, alone)
-    run.reads.take(reads)
+        _record(module, real, alone)
     samples = f"{batch_size_of(few)} samples" if batch_size_of(real) else "the whole batch"
     run.reads.note = f"The step reads values of tensors{line}. Those of a real step on the CPU with {samples} are used."
 
@@ -168,7 +164,7 @@ def run_whole(module: pl.LightningModule, batch: Any, run: FitRun, reason: Excep
 
 def _check_host(module: pl.LightningModule, why: str, reason: Exception | None) -> tuple[int, float]:
     """Return host bytes that real steps need about, without activations, and those available."""
-    tensors = [*module.parameters(), *module.buffers()]
+    tensors = _tensors_of(module)
     if any(tensor.is_meta for tensor in tensors):
         raise ValueError(f"{why}. Pass a module whose weights are not on the meta device.") from reason
     needed_bytes, there_bytes = _PER_WEIGHT_BYTE * sum(one.nbytes for one in tensors), available_host_bytes()
@@ -183,10 +179,9 @@ def _alone(run: FitRun) -> FitRun:
     return replace(run, card=None, num_ranks=1, with_times=False, trainer_arguments=arguments)
 
 
-def _record(module: pl.LightningModule, batch: Any, run: FitRun) -> tuple[RecordedReads, TracedFit]:
-    reads = RecordedReads({run.evaluation})
-    with recorded(reads):
-        return reads, trace_real_fit(module, batch, replace(run, reads=reads))
+def _record(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
+    with recorded(run.reads):
+        return trace_real_fit(module, batch, run)
 
 
 def _with_values(tensor: Tensor) -> Tensor:
@@ -224,19 +219,19 @@ def reason_of(error: Exception) -> str:
 
 def trace_real_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     """The same on real tensors, on the host, in one process. The module is copied, weights and all."""
-    make = partial(map_tensors, batch, Tensor.clone)
+    what, make = (module, parts_of(run.trainer_arguments, run.run_callbacks)), partial(map_tensors, batch, Tensor.clone)
+
+    def fit(num_batches: int) -> TracedFit | None:
+        # Nothing keeps the memo, which refers to all copies: a weight that is replaced must be freed.
+        copies = copy.deepcopy(what, {id(one): _on_host(one) for one in _tensors_of(module) if not one.is_cpu})
+        return _fit(copies, make, run, HOST, track_memory(copies[0]), num_batches)
+
     with isolated():
-        return _with_enough_batches(partial(_real_fit, module, make, run), run)
+        return _with_enough_batches(fit, run)
 
 
-def _real_fit(
-    module: pl.LightningModule, make_batch: Callable[[], Any], run: FitRun, num_batches: int
-) -> TracedFit | None:
-    tensors = [one for one in (*module.parameters(), *module.buffers()) if not one.is_cpu]
-    on_host: dict[int, Any] = {id(one): _on_host(one) for one in tensors}
-    copies = copy.deepcopy((module, parts_of(run.trainer_arguments, run.run_callbacks)), on_host)
-    del on_host  # it refers to all copies: a weight that is replaced must be freed
-    return _fit(copies, make_batch, run, HOST, [], num_batches)
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -245,15 +240,15 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: int) -> TracedFit | None:
-    trackers: list[MemoryTracker] = []
+    tracker: MemoryTracker | None = None
     notes: dict[str, None] = {}
 
     def live_bytes() -> int:
-        return trackers[0].ledger.live_bytes[str(FAKE_GPU)] if trackers else 0
+        return tracker.ledger.live_bytes[str(FAKE_GPU)] if tracker is not None else 0
 
     def note_pinned(tensor: Tensor) -> None:
-        if trackers:
-            trackers[0].ledger.note_pinned(tensor)
+        if tracker is not None:
+            tracker.ledger.note_pinned(tensor)
 
     with ExitStack() as stack:
         stack.enter_context(isolated())
@@ -266,13 +261,15 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
         if needs_ranks(run.trainer_arguments) or run.num_ranks > 1:
             stack.enter_context(fake_ranks(run.num_ranks))
         fakes = FakeTensors(mode, HOST)
-        tensors = [*module.parameters(), *module.buffers()]
-        copies = fakes.copy_of((module, parts_of(run.trainer_arguments, run.run_callbacks)), tensors)
-        templates = map_tensors(batch, partial(_template, fakes, values if run.has_values or run.reads.runs else None))
+        what, tensors = (module, parts_of(run.trainer_arguments, run.run_callbacks)), _tensors_of(module)
+        copies = copy.deepcopy(what, {id(tensor): fakes.fake(tensor) for tensor in tensors})
+        templates = map_tensors(
+            batch, partial(_template, fakes, values if run.has_values or run.reads.is_recorded else None)
+        )
         make = partial(map_tensors, templates, partial(values.fresh_like, mode))
         del fakes  # it knows the storages that the module begins with: whoever puts others there frees those
-        device = HOST if run.card is None else FAKE_GPU
-        traced = _fit(copies, make, run, device, trackers, num_batches)
+        tracker = track_memory(copies[0])
+        traced = _fit(copies, make, run, HOST if run.card is None else FAKE_GPU, tracker, num_batches)
     said = [run.reads.note] if run.reads.note else values.guesses
     return traced and replace(traced, notes=(*notes, *said, *traced.notes))
 
@@ -300,7 +297,7 @@ def _fit(
     make_batch: Callable[[], Any],
     run: FitRun,
     device: torch.device,
-    trackers: list[MemoryTracker],
+    tracker: MemoryTracker,
     num_batches: int,
 ) -> TracedFit | None:
     """Fit; ``None``: the optimizers have not stepped twice within ``num_batches``."""
@@ -309,19 +306,12 @@ def _fit(
     given = as_list(run.trainer_arguments.get("callbacks"))
     run_without_ends(module, parts["callbacks"], given, run.run_callbacks)
     with ExitStack() as stack:
-        tracker = stack.enter_context(track_memory(module))
-        trackers[:] = [tracker]
+        stack.enter_context(tracker)
         clock = StepClock(run.card or _HOST_SPEC, device) if run.with_times else None
         run.reads.restart()
         marks = _Marks(tracker, clock, run.reads)
-        trainer = make_trainer(
-            {**run.trainer_arguments, **parts},
-            device,
-            run.num_ranks,
-            [marks, StayOnCard()],
-            folder=stack.enter_context(TemporaryDirectory()),
-            with_validation=run.with_validation or run.evaluation is not None,
-        )
+        arguments, folder = {**run.trainer_arguments, **parts}, stack.enter_context(TemporaryDirectory())
+        trainer = make_trainer(arguments, device, run.num_ranks, marks, folder)
         connect = trainer.strategy.setup_environment  # past modes: values of meshes of ranks count
         trainer.strategy.setup_environment = without_modes()(connect)  # type: ignore[method-assign]
         leave_out_reducer(trainer.strategy, tracker.label_gradients)
@@ -331,11 +321,9 @@ def _fit(
         for context in () if clock is None else (copies_noted(clock.note_copy), clock):
             stack.enter_context(context)
         batches, for_validation = (FreshBatches(make_batch, number) for number in (num_batches, 1))
-        if run.evaluation is None:
-            trainer.fit(module, batches, for_validation if run.with_validation else None)
-        else:
-            getattr(trainer, run.evaluation)(module, for_validation, **{_VERBOSE[run.evaluation]: False})
-    spans = marks.spans() if run.evaluation is None else {VALIDATION: (0, len(tracker.ledger.events))}
+        trainer.limit_val_batches = int(run.with_validation)
+        trainer.fit(module, batches, for_validation)
+    spans = marks.spans()
     if spans is None:
         return None
     timeline = tracker.timeline.on(str(device))
@@ -394,8 +382,9 @@ class _Marks(Callback):
         self._tracker.label_inputs(batch)
         self._reads.begin("evaluation")
 
-    on_test_batch_start = on_validation_batch_start
-    on_predict_batch_start = on_validation_batch_start
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        stay_on_card(trainer, pl_module)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -16,7 +16,7 @@ from lightning_vram import ActivationCheckpointing, MicroBatching
 from lightning_vram.estimation import estimate_memory
 from lightning_vram.estimation.batches import with_batch_size
 from lightning_vram.estimation.traced_fit import FitRun, trace_fit, trace_real_fit
-from lightning_vram.memory.estimate.recorded_reads import Read, RecordedReads, recorded
+from lightning_vram.memory.estimate.known_values import Read, RecordedReads, recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 SIZE = 32
@@ -158,7 +158,7 @@ def test_what_recomputation_reads_is_recorded_once():
         torch.manual_seed(0)
         run = FitRun({"callbacks": callbacks})
         trace_fit(BlocksThatRead(), rows(SIZE), run)
-        places = [read.place[1] for reads in run.reads._segments.values() for read in reads]
+        places = [read.place[1] for reads in run.reads.batches.values() for read in reads]
         counts.append(places.count(Block.forward.__code__))
     assert counts[0] == counts[1] > 0
 
@@ -261,7 +261,7 @@ def test_a_number_that_only_lightning_shows_needs_no_real_step():
 
     run = FitRun({})
     assert trace_fit(Shown(), rows(4), run).notes == ()
-    assert not run.reads.runs
+    assert not run.reads.is_recorded
 
 
 def test_several_processes_read_what_one_reads():
@@ -293,7 +293,7 @@ def test_tensors_of_subclasses_are_traced_as_plain_ones():
 
     run = FitRun({})
     traced = trace_fit(Reading(lambda x: x.as_subclass(Picture)), rows(4), run)
-    assert not run.reads.runs
+    assert not run.reads.is_recorded
     assert traced.stage("train").peak_bytes == trace_fit(Reading(lambda x: x), rows(4), run).stage("train").peak_bytes
 
 

@@ -100,7 +100,7 @@ def restore(allocator: CachingAllocator, segments: Iterable[Segment]) -> dict[in
     """
     blocks: dict[int, Block] = {}
     for segment in segments:
-        pool = allocator.pool_of(stream_of(segment), is_small=segment["segment_type"] == "small")
+        pool = allocator._pools[stream_of(segment), segment["segment_type"] == "small"]
         assert pool.last is None or not allocator.settings.expandable_segments
         allocator.reserved_bytes += segment["total_size"]
         pieces = [Block(entry["address"], entry["size"], pool) for entry in segment["blocks"]]

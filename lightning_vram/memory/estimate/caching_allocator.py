@@ -8,10 +8,12 @@ operations, with and without expandable segments, and over recorded training ste
 import os
 import re
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from lightning_vram.memory.device.accelerators import VARIABLES
+from lightning_vram.memory.estimate.workspaces import Workspaces
 from lightning_vram.memory.tracking.timeline import Allocation, MemoryEvent, MemoryTimeline, Phase
 from lightning_vram.memory.units import MIB
 
@@ -33,13 +35,6 @@ class AllocatorSettings:
     max_non_split_rounding_bytes: int = LARGE_SEGMENT  # by how much a block that is not split may exceed a request
     large_segment_bytes: int = LARGE_SEGMENT  # for requests from 1 to 10 MiB; page of large expandable segments
     roundup_power2_divisions: int = 0  # steps between two powers of 2 that sizes are rounded up to; 0: 512 bytes
-
-    def may_serve(self, block_bytes: int, num_bytes: int) -> bool:
-        """Whether a free block may serve a request: one that is not split must be kept for what needs it."""
-        limit = self.max_split_bytes
-        if limit is None or block_bytes < limit:
-            return True
-        return num_bytes >= limit and block_bytes < num_bytes + self.max_non_split_rounding_bytes
 
 
 def read_settings(environment: Mapping[str, str] = os.environ) -> AllocatorSettings:
@@ -132,7 +127,6 @@ class Block:
 class Pool:
     """Free blocks of one stream, small or large: the smallest first, and of those the lowest address."""
 
-    is_small: bool
     free: list[tuple[int, int, Block]] = field(default_factory=list)
     last: Block | None = None  # of the newest segment: an expandable one, of which a pool has one, grows behind it
 
@@ -171,7 +165,7 @@ class CachingAllocator:
         self.settings = settings or AllocatorSettings()
         self.allocated_bytes = 0  # in blocks that serve requests: ``torch.cuda.memory_allocated``
         self.reserved_bytes = 0  # taken from the driver, which never runs out: ``torch.cuda.memory_reserved``
-        self._pools: dict[tuple[Hashable, bool], Pool] = {}
+        self._pools: defaultdict[tuple[Hashable, bool], Pool] = defaultdict(Pool)  # by stream, and whether for small
         self._next_address = 1 << 30
 
     def malloc(self, num_bytes: int, stream: Hashable = 0) -> Block:
@@ -179,7 +173,7 @@ class CachingAllocator:
         settings = self.settings
         size = round_request(num_bytes, settings.roundup_power2_divisions)
         is_small = size <= SMALL
-        pool = self._pools.get((stream, is_small)) or self.pool_of(stream, is_small=is_small)
+        pool = self._pools[stream, is_small]
         block = self._find(pool, size) or (self._grow if settings.expandable_segments else self._add)(pool, size)
         remaining, limit = block.size - size, settings.max_split_bytes
         if is_small or settings.expandable_segments:
@@ -199,21 +193,19 @@ class CachingAllocator:
         self.allocated_bytes -= block.size
         block.pool.put(block)
 
-    def pool_of(self, stream: Hashable, *, is_small: bool) -> Pool:
-        """Return the pool of a stream, made if it is new."""
-        return self._pools.setdefault((stream, is_small), Pool(is_small))
-
     def _find(self, pool: Pool, size: int) -> Block | None:
         """Take the smallest free block that serves ``size`` out of the pool, one that can grow as the last."""
         index = bisect_left(pool.free, (size,))
         if index == len(pool.free):
             return None
-        can_grow = self.settings.expandable_segments and pool.free[index][2] is pool.last
+        settings, limit = self.settings, self.settings.max_split_bytes
+        can_grow = settings.expandable_segments and pool.free[index][2] is pool.last
         if can_grow and index + 1 < len(pool.free):
             index += 1
         block = pool.free[index][2]
-        if not self.settings.may_serve(block.size, size):
-            return None
+        too_large = block.size >= size + settings.max_non_split_rounding_bytes
+        if limit is not None and block.size >= limit and (size < limit or too_large):
+            return None  # what is not split is kept for what needs it
         del pool.free[index]
         block.is_free = False
         return block
@@ -231,7 +223,7 @@ class CachingAllocator:
 
     def _grow(self, pool: Pool, size: int) -> Block:
         """Map pages behind the expandable segment of a pool until ``size`` bytes are free there."""
-        page_bytes, last = SMALL_SEGMENT if pool.is_small else self.settings.large_segment_bytes, pool.last
+        page_bytes, last = SMALL_SEGMENT if size <= SMALL else self.settings.large_segment_bytes, pool.last
         if last is None or not last.is_free:
             address = self._next_address if last is None else last.address + last.size
             self._next_address += _ADDRESSES if last is None else 0
@@ -272,73 +264,53 @@ def as_on_gpu(timeline: MemoryTimeline) -> MemoryTimeline:
     return replace(timeline, events=tuple(events))
 
 
-@dataclass(frozen=True)
 class AllocatorReplay:
-    """What the allocator held over a timeline."""
+    """What the allocator of its device holds over a timeline; of several steps, the second stands for all later ones.
 
-    allocated: tuple[int, ...]  # most bytes in used blocks at each event of the timeline, with scratch of its operator
-    reserved: tuple[int, ...]  # bytes taken from the driver, after each event
-    workspace_bytes: int  # most bytes that libraries took at once, in addition to tensors
+    ``allocated``: most bytes in used blocks at each event, with scratch of its operator. ``reserved``: bytes taken from
+    the driver, after each event. ``workspace_bytes``: the most that libraries took at once, in addition to tensors.
+    """
 
+    def __init__(self, timeline: MemoryTimeline, workspaces: Workspaces, settings: AllocatorSettings) -> None:
+        self._allocator = CachingAllocator(settings)
+        self._workspaces = workspaces
+        self._persistent_bytes = self._most_scratch_bytes = 0
+        self._taken: set[tuple[int, int, bool]] = set()
+        self._blocks: dict[int, Block] = {}
+        allocated, reserved = [], []
+        for event in timeline.events:
+            allocation = timeline.allocations[event.allocation]
+            scratch_bytes = self._play(event, allocation) if allocation.device == timeline.device else 0
+            allocated.append(self._allocator.allocated_bytes + scratch_bytes)
+            reserved.append(self._allocator.reserved_bytes)
+        self.allocated, self.reserved = tuple(allocated), tuple(reserved)
+        self.workspace_bytes = self._persistent_bytes + self._most_scratch_bytes
 
-def replay(
-    timeline: MemoryTimeline,
-    device: str,
-    *,
-    settings: AllocatorSettings | None = None,
-    persistent: Mapping[str, tuple[int, ...]] | None = None,
-    scratch: Mapping[str, int] | None = None,
-) -> AllocatorReplay:
-    """Replay what a timeline has on one device, of one step or more: the second step stands for all later ones."""
-    allocator = CachingAllocator(settings)
-    player = _Player(allocator, persistent or {}, scratch or {})
-    allocated, reserved = [], []
-    for event in timeline.events:
-        allocation = timeline.allocations[event.allocation]
-        scratch_bytes = player.play(event, allocation) if allocation.device == device else 0
-        allocated.append(allocator.allocated_bytes + scratch_bytes)
-        reserved.append(allocator.reserved_bytes)
-    return AllocatorReplay(tuple(allocated), tuple(reserved), player.persistent_bytes + player.most_scratch_bytes)
-
-
-@dataclass(eq=False)
-class _Player:
-    """Knows which block each allocation has."""
-
-    allocator: CachingAllocator
-    persistent: Mapping[str, tuple[int, ...]]  # see Workspaces
-    scratch: Mapping[str, int]
-    persistent_bytes: int = 0
-    most_scratch_bytes: int = 0
-    _taken: set[tuple[int, int, bool]] = field(default_factory=set)
-    _blocks: dict[int, Block] = field(default_factory=dict)
-
-    def play(self, event: MemoryEvent, allocation: Allocation) -> int:
+    def _play(self, event: MemoryEvent, allocation: Allocation) -> int:
         """Let an allocation grow or shrink; return what its operator used for a moment in addition.
 
         As in a storage that grows, the new block is there before the old one is freed.
         """
-        block, stream = self._blocks.pop(event.allocation, None), allocation.stream
+        allocator, stream = self._allocator, allocation.stream
+        block = self._blocks.pop(event.allocation, None)
         num_bytes = event.change_bytes + (block.requested_bytes if block is not None else 0)
         if num_bytes:
-            self._blocks[event.allocation] = self.allocator.malloc(num_bytes, stream)
+            self._blocks[event.allocation] = allocator.malloc(num_bytes, stream)
         if block is not None:
-            self.allocator.free(block)
+            allocator.free(block)
         if event.change_bytes <= 0:
             return 0
-        self._take_persistent(allocation, event.phase)
-        if not (num_bytes := self.scratch.get(allocation.op, 0)):
-            return 0
-        block = self.allocator.malloc(num_bytes, stream)
-        scratch_bytes = block.size  # before it grows by free neighbours
-        self.allocator.free(block)
-        self.most_scratch_bytes = max(self.most_scratch_bytes, scratch_bytes)
-        return scratch_bytes
-
-    def _take_persistent(self, allocation: Allocation, phase: Phase) -> None:
-        """Allocate what libraries keep from an operator's first run on."""
-        for library, num_bytes in enumerate(self.persistent.get(allocation.op, ())):
-            key = library, allocation.stream, phase is Phase.BACKWARD
+        for library, num_bytes in enumerate(
+            self._workspaces.persistent_bytes.get(allocation.op, ())
+        ):  # kept from its first run on
+            key = library, stream, event.phase is Phase.BACKWARD
             if key not in self._taken:
                 self._taken.add(key)
-                self.persistent_bytes += self.allocator.malloc(num_bytes, allocation.stream).size
+                self._persistent_bytes += allocator.malloc(num_bytes, stream).size
+        if not (num_bytes := self._workspaces.scratch_bytes.get(allocation.op, 0)):
+            return 0
+        block = allocator.malloc(num_bytes, stream)
+        scratch_bytes = block.size  # before it grows by free neighbours
+        allocator.free(block)
+        self._most_scratch_bytes = max(self._most_scratch_bytes, scratch_bytes)
+        return scratch_bytes

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.fake_device import FAKE_GPU_TYPE
-from lightning_vram.memory.estimate.recorded_reads import is_mask
+from lightning_vram.memory.estimate.known_values import is_mask
 from lightning_vram.private_names.dispatcher import (
     ASK_DEVICE,
     BEHIND_AUTOCAST,
@@ -75,7 +75,7 @@ def choose_backend(call: Attention, capability: Capability) -> SDPBackend:
         order = [SDPBackend.CUDNN_ATTENTION, *order]
     for backend in order:
         if backend in _KERNELS:
-            is_enabled, can, _ = _KERNELS[backend]
+            is_enabled, can = _KERNELS[backend]
             if is_enabled() and can(call, capability):
                 return backend
     raise RuntimeError("No available kernel. Aborting execution.")
@@ -162,49 +162,39 @@ def _alignment(dtype: torch.dtype, capability: Capability) -> int:
     return 8 if is_half and capability >= (7, 0) else 1
 
 
-def _run_flash(call: Attention) -> Tensor:
-    width = call.query.shape[-1]
-    scale = call.scale if call.scale is not None else width**-0.5
-    padded = [F.pad(t, (0, -width % 8)) if width % 8 else t for t in (call.query, call.key, call.value)]
-    result: Tensor = flash_attention(*padded, call.dropout_p, call.is_causal, scale=scale)[0]
-    return result[..., :width] if width % 8 else result
-
-
-def _run_efficient(call: Attention) -> Tensor:
-    mask = _added_mask(call)
-    if mask is not None:
-        shape = (*call.query.shape[:-1], call.key.shape[-2])
-        if mask.shape[-1] % 8:  # padded to where rows begin, and cut again
-            mask = F.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]
-        mask = mask.expand(shape)
-    rest = (mask, call.needs_gradients, call.dropout_p, call.is_causal)
-    return efficient_attention(call.query, call.key, call.value, *rest, scale=call.scale)[0]  # type: ignore[no-any-return]
-
-
-def _run_cudnn(call: Attention) -> Tensor:
-    rest = (_added_mask(call), call.needs_gradients, call.dropout_p, call.is_causal)
-    return cudnn_attention(call.query, call.key, call.value, *rest, scale=call.scale)[0]  # type: ignore[no-any-return]
-
-
-def _run_math(call: Attention) -> Tensor:
-    rest: dict[str, Any] = {"scale": call.scale, "enable_gqa": call.enable_gqa}
-    tensors = (call.query, call.key, call.value)
-    return math_attention(*tensors, _added_mask(call), call.dropout_p, call.is_causal, **rest)[0]  # type: ignore[no-any-return]
-
-
-def _added_mask(call: Attention) -> Tensor | None:
-    mask = call.attn_mask
-    if mask is None or mask.dtype is not torch.bool:
-        return mask
-    return torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=call.query.dtype, device=mask.device))
-
-
-_KERNELS: dict[SDPBackend, tuple[Callable[[], Any], Callable[[Attention, Capability], bool], Callable[..., Tensor]]] = {
-    SDPBackend.CUDNN_ATTENTION: (torch.backends.cuda.cudnn_sdp_enabled, _can_cudnn, _run_cudnn),
-    SDPBackend.FLASH_ATTENTION: (torch.backends.cuda.flash_sdp_enabled, _can_flash, _run_flash),
-    SDPBackend.EFFICIENT_ATTENTION: (torch.backends.cuda.mem_efficient_sdp_enabled, _can_efficient, _run_efficient),
-    SDPBackend.MATH: (torch.backends.cuda.math_sdp_enabled, lambda *_: True, _run_math),
+_KERNELS: dict[SDPBackend, tuple[Callable[[], Any], Callable[[Attention, Capability], bool]]] = {
+    SDPBackend.CUDNN_ATTENTION: (torch.backends.cuda.cudnn_sdp_enabled, _can_cudnn),
+    SDPBackend.FLASH_ATTENTION: (torch.backends.cuda.flash_sdp_enabled, _can_flash),
+    SDPBackend.EFFICIENT_ATTENTION: (torch.backends.cuda.mem_efficient_sdp_enabled, _can_efficient),
+    SDPBackend.MATH: (torch.backends.cuda.math_sdp_enabled, lambda *_: True),
 }
+
+
+def _attend(call: Attention, backend: SDPBackend) -> Any:
+    tensors = (call.query, call.key, call.value)
+    if backend == SDPBackend.FLASH_ATTENTION:
+        width = call.query.shape[-1]
+        scale = call.scale if call.scale is not None else width**-0.5
+        padded = [F.pad(t, (0, -width % 8)) if width % 8 else t for t in tensors]
+        result: Tensor = flash_attention(*padded, call.dropout_p, call.is_causal, scale=scale)[0]
+        return result[..., :width] if width % 8 else result
+    mask = _added_mask(call, is_aligned=backend == SDPBackend.EFFICIENT_ATTENTION)
+    rest: dict[str, Any] = {"scale": call.scale}
+    if backend == SDPBackend.MATH:
+        return math_attention(*tensors, mask, call.dropout_p, call.is_causal, enable_gqa=call.enable_gqa, **rest)[0]
+    kernel = cudnn_attention if backend == SDPBackend.CUDNN_ATTENTION else efficient_attention
+    return kernel(*tensors, mask, call.needs_gradients, call.dropout_p, call.is_causal, **rest)[0]
+
+
+def _added_mask(call: Attention, *, is_aligned: bool) -> Tensor | None:
+    mask = call.attn_mask
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=call.query.dtype, device=mask.device))
+    if mask is None or not is_aligned:
+        return mask
+    if mask.shape[-1] % 8:  # padded to where rows begin, and cut again
+        mask = F.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]
+    return mask.expand((*call.query.shape[:-1], call.key.shape[-2]))
 
 
 _Way = Callable[[Any, dict[str, Any]], Any]
@@ -223,9 +213,9 @@ _FUSED_STEPS = ("aten::_fused_sgd_", "aten::_fused_sgd_.tensor_lr", "aten::_fuse
 def kernels_of(capability: Capability, notes: dict[str, None]) -> dict[str, Kernel]:
     """Return the kernel of each operator by its name; ``notes`` gets, as keys, what a reader of numbers should know."""
 
-    def attend(op: Any, given: dict[str, Any]) -> Tensor:
+    def attend(op: Any, given: dict[str, Any]) -> Any:
         call = Attention(**given)
-        return _KERNELS[choose_backend(call, capability)][2](call)
+        return _attend(call, choose_backend(call, capability))
 
     ways: dict[str, _Way] = {
         "aten::scaled_dot_product_attention": attend,

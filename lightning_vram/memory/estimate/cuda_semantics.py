@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from enum import StrEnum
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from typing_extensions import override
 
 from lightning_vram.memory.estimate.cuda_kernels import CHANNELS_LAST, Capability, is_channels_last, kernels_of
 from lightning_vram.memory.estimate.fake_device import FAKE_GPU, FAKE_GPU_TYPE, device_functions
-from lightning_vram.memory.estimate.recorded_reads import replaced
+from lightning_vram.memory.estimate.known_values import replaced
 from lightning_vram.private_names.dispatcher import (
     AUTOCAST,
     BACKEND_NAMES,
@@ -47,19 +46,10 @@ _WITH_DTYPE = {_norm.Scalar: _norm.ScalarOpt_dtype, _norm.ScalarOpt_dim: _norm.S
 _to_dtype = torch.ops.aten.to.dtype
 
 
-class Cast(StrEnum):
-    """What autocast does to the arguments of an operator. The values are names of lists in the header."""
-
-    LOWER = "LOWER_PRECISION_FP"
-    FLOAT32 = "FP32"
-    FLOAT32_RESULT = "FP32_SET_OPT_DTYPE"  # unless a dtype is asked for
-    FLOAT32_NORM = "DIFFERENT_REDISPATCH_SIGNATURE"
-    WIDEST = "PROMOTE"
-    REFUSED = "refused"
-
-
-# What autocast_mode.cpp, which no wheel has, adds to the lists.
-_BESIDE_THE_LISTS = {"aten::binary_cross_entropy": Cast.REFUSED}
+# Lists of operators in the header, by what autocast does to their arguments.
+_LOWER, _FLOAT32, _WIDEST = "LOWER_PRECISION_FP", "FP32", "PROMOTE"
+_FLOAT32_RESULT, _FLOAT32_NORM = "FP32_SET_OPT_DTYPE", "DIFFERENT_REDISPATCH_SIGNATURE"  # unless a dtype is asked for
+_REFUSED = "refused"  # by autocast_mode.cpp, which no wheel has
 _HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"  # in every wheel
 
 
@@ -103,13 +93,12 @@ class _Casts:
         self.cached: dict[int, tuple[Tensor, Tensor]] = {}  # with the weight, so that its id stays its own
 
     def kernels(self) -> dict[str, Callable[..., Any]]:
-        policies: dict[Cast, Callable[..., Any]] = {
-            Cast.LOWER: partial(self._cast_all, lambda _: torch.get_autocast_dtype("cuda")),
-            Cast.FLOAT32: partial(self._cast_all, lambda _: torch.float32),
-            Cast.FLOAT32_RESULT: _float32_result,
-            Cast.FLOAT32_NORM: _float32_result,
-            Cast.WIDEST: partial(self._cast_all, _widest),
-            Cast.REFUSED: _refuse,
+        policies: dict[str, Callable[..., Any]] = {
+            _LOWER: partial(self._cast_all, lambda _: torch.get_autocast_dtype("cuda")),
+            _FLOAT32: partial(self._cast_all, lambda _: torch.float32),
+            **dict.fromkeys((_FLOAT32_RESULT, _FLOAT32_NORM), _float32_result),
+            _WIDEST: partial(self._cast_all, _widest),
+            _REFUSED: _refuse,
         }
         there = operators_cast_for("cuda")
         return {
@@ -171,26 +160,25 @@ def _refuse(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 @cache
-def autocast_lists(header: Path = _HEADER) -> dict[str, Cast]:
+def autocast_lists(header: Path = _HEADER) -> dict[str, str]:
     """Read how CUDA's autocast casts each operator, by its full name, from a header of torch."""
-    try:
-        lists = {cast: _names(header.read_text(), cast) for cast in Cast if cast is not Cast.REFUSED}
-    except OSError:
-        lists = {}
-    if not lists or not all(lists.values()):
+    text = header.read_text() if header.is_file() else ""
+    lists = {cast: _names(text, cast) for cast in (_LOWER, _FLOAT32, _FLOAT32_RESULT, _FLOAT32_NORM, _WIDEST)}
+    if not all(lists.values()):
         raise RuntimeError(
             f"the rules of autocast on CUDA cannot be read from {header.name} of torch {torch.__version__}; "
             "install torch with its headers, or estimate without autocast."
         )
-    return {name: cast for cast, names in lists.items() for name in names} | _BESIDE_THE_LISTS
+    lists[_REFUSED] = ["aten::binary_cross_entropy"]
+    return {name: cast for cast, names in lists.items() for name in names}
 
 
-def _names(text: str, cast: Cast) -> list[str]:
+def _names(text: str, cast: str) -> list[str]:
     """Names in ``#define AT_FORALL_CAST(_) _(name) _(name, overload) _(..., "name.overload", ...)``."""
     match = re.search(rf"#define AT_FORALL_{cast}\(_\)((?:.*\\\n)*.*)", text)
     if match is None:
         return []
-    if cast is Cast.FLOAT32_NORM:
+    if cast == _FLOAT32_NORM:
         return [f"aten::{name}" for name in re.findall(r'"([\w.]+)"', match[1])]
     entries = re.findall(r"\b_\((\w+)(?:,\s*(\w+))?\)", match[1])
     return [f"aten::{name}.{overload}" if overload else f"aten::{name}" for name, overload in entries]
@@ -226,7 +214,7 @@ def _torch_cuda(capability: Capability, num_bytes: int, allocated_bytes: Callabl
     properties = SimpleNamespace(
         name="", major=major, minor=minor, total_memory=num_bytes, multi_processor_count=1, warp_size=32
     )
-    functions: dict[str, Any] = {
+    return {
         "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
         "is_current_stream_capturing": lambda: False,
         "get_device_name": lambda *_: properties.name,
@@ -235,9 +223,9 @@ def _torch_cuda(capability: Capability, num_bytes: int, allocated_bytes: Callabl
         "get_rng_state_all": lambda: [torch.default_generator.get_state()],
         "initial_seed": torch.initial_seed,
         "memory_stats": lambda *_: {},
+        **dict.fromkeys(_NOTHING, lambda *_, **__: None),
+        **device_functions(num_bytes, allocated_bytes),
     }
-    functions |= {name: lambda *_, **__: None for name in _NOTHING}
-    return functions | device_functions(num_bytes, allocated_bytes)
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:

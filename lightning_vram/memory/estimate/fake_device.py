@@ -2,17 +2,16 @@
 
 Its device type is ``"lazy"``: autograd runs its backward in the calling thread, so no driver is needed (fake ``"cuda"``
 tensors need one), and unlike ``"meta"`` it is no sign of a module that waits to be materialised. Queued work is done at
-once. Also here: fake ranks, and corrections where fake kernels on the host return other tensors than the real ones.
+once. Also here: fake ranks.
 """
 
-import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from itertools import chain, cycle
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,18 +19,24 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lightning_vram.memory.estimate.known_values import KnownValues, pad_packed_sequence
-from lightning_vram.memory.estimate.recorded_reads import ARRAY, LIST, MAKERS, RecordedReads, one_hot, replaced
+from lightning_vram.memory.estimate.fake_kernels import pad_packed_sequence
+from lightning_vram.memory.estimate.known_values import (
+    ARRAY,
+    LIST,
+    MAKERS,
+    KnownValues,
+    RecordedReads,
+    one_hot,
+    replaced,
+)
 from lightning_vram.memory.units import MIB
 from lightning_vram.private_names.dispatcher import (
     BACKEND,
-    MKLDNN_RNN,
     RECURRENT_FUNCTIONS,
     FakeTensor,
     FakeTensorMode,
     QuickFakeMode,
     TorchDispatchMode,
-    UnwrappedMode,
     connect_fake_ranks,
     is_traceable_wrapper_subclass,
     mark_parameter,
@@ -106,7 +111,7 @@ _default = FinishedStream()
 
 def device_functions(num_bytes: int, allocated_bytes: Callable[[], int]) -> dict[str, Any]:
     """Return the functions and classes that modules of devices have in common, by their names there."""
-    functions: dict[str, Any] = {
+    return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
@@ -119,12 +124,9 @@ def device_functions(num_bytes: int, allocated_bytes: Callable[[], int]) -> dict
         "stream": lambda stream: stream or nullcontext(),
         "current_stream": lambda *_: _entered[-1] if _entered else _default,
         "default_stream": lambda *_: _default,
+        **dict.fromkeys(_NOTHING, lambda *_, **__: None),
+        **dict.fromkeys(_BYTES, lambda *_, **__: allocated_bytes()),
     }
-    functions |= {name: lambda *_, **__: None for name in _NOTHING}
-    return functions | {name: lambda *_, **__: allocated_bytes() for name in _BYTES}
-
-
-_Copied = TypeVar("_Copied")
 
 
 class FakeTensors:
@@ -142,21 +144,14 @@ class FakeTensors:
             self._by_tensor[id(tensor)] = tensor, self._make(tensor)
         return self._by_tensor[id(tensor)][1]
 
-    def copy_of(self, nest: _Copied, tensors: Iterable[Tensor]) -> _Copied:
-        """Copy an object deeply, with fakes in the place of ``tensors``."""
-        memo: dict[int, Any] = {id(tensor): self.fake(tensor) for tensor in tensors}
-        return copy.deepcopy(nest, memo)
-
-    def _make(self, tensor: Tensor) -> Tensor:
+    def _make(self, tensor: Any) -> Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        wrapper: Any = tensor
-        if is_traceable_wrapper_subclass(wrapper) or tensor.layout is not torch.strided:
+        if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
             return self._mode.from_tensor(tensor)
-        storage = tensor.untyped_storage()
-        shared = self._by_storage.get(storage_key(storage))
-        made = fake_of(tensor, self._mode, self._device, shared)
-        self._by_storage[storage_key(storage)] = made.untyped_storage()
+        key = storage_key(tensor.untyped_storage())
+        made = fake_of(tensor, self._mode, self._device, self._by_storage.get(key))
+        self._by_storage[key] = made.untyped_storage()
         return made
 
 
@@ -218,19 +213,10 @@ _CLONE = "aten::clone"
 class UntouchedWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Skip, in a ``with`` block, the first values of large tensors on the host: pages not written to take no memory."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
     @override
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        name = func.name().partition(".")[0]  # type: ignore[attr-defined]  # an operator
+        name = func.name().partition(".")[0]
         if name in _WRITES and _is_large(args[0]):
             return args[0]
         if name == _CLONE and _is_large(args[0]):
@@ -244,65 +230,6 @@ class UntouchedWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_large(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() >= _MIN_BYTES
-
-
-aten = torch.ops.aten
-_STEPS = 16, 32  # of time, with which a workspace is measured
-
-
-class HostKernels(UnwrappedMode):  # type: ignore[no-untyped-call]
-    """Corrects the results of fake operators on the host while it is entered, inside of a fake mode."""
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        correct = _CORRECTIONS.get(func)
-        return correct(results, args) if correct is not None and args[0].is_cpu else results
-
-
-def _with_float32_statistics(results: Any, args: tuple[Any, ...]) -> Any:
-    source, *others = args
-    dtypes = {other.dtype for other in others if isinstance(other, Tensor)}
-    if source.dtype not in (torch.bfloat16, torch.float16) or torch.float32 not in dtypes:
-        return results
-    result, *statistics = results
-    return result, *(torch.empty_like(statistic, dtype=torch.float32) for statistic in statistics)
-
-
-def _with_gradient_like_input(results: Any, args: tuple[Any, ...]) -> Any:
-    gradient, *others = results
-    return gradient if gradient is None else gradient.to(args[1].dtype), *others
-
-
-def _with_workspace(results: Any, args: tuple[Any, ...]) -> Any:
-    if not args[-1]:  # in evaluation there is none
-        return results
-    length, *rest = args[0].shape
-    shapes = tuple(tuple(one.shape) for one in args[1:7])
-    more_args = tuple(tuple(one) if isinstance(one, list) else one for one in args[7:])
-    steps = [min(length, most) for most in _STEPS]
-    few, more = (_workspace_bytes((number, *rest), shapes, args[0].dtype, more_args) for number in steps)
-    return *results[:-1], results[-1].new_empty(more + (more - few) * (length - steps[1]) // (_STEPS[1] - _STEPS[0]))
-
-
-@cache
-def _workspace_bytes(shape: tuple[int, ...], others: tuple[tuple[int, ...], ...], dtype: torch.dtype, rest: Any) -> int:
-    with without_dispatch():
-        tensors = [torch.zeros(one, dtype=dtype) for one in (shape, *others)]
-        return int(MKLDNN_RNN(*tensors, *rest)[-1].nbytes)
-
-
-_CORRECTIONS: dict[Any, Callable[[Any, tuple[Any, ...]], Any]] = {
-    **dict.fromkeys(
-        [aten.native_batch_norm.default, aten.native_layer_norm.default, aten.native_group_norm.default],
-        _with_float32_statistics,
-    ),
-    aten.native_batch_norm_backward.default: lambda results, args: tuple(
-        result if is_wanted else None for result, is_wanted in zip(results, args[-1], strict=True)
-    ),
-    aten.native_group_norm_backward.default: _with_gradient_like_input,
-    MKLDNN_RNN: _with_workspace,
-}
 
 
 @contextmanager
@@ -360,7 +287,6 @@ def fake_device(
         stack.enter_context(foreach_takes_fakes())
         stack.enter_context(mode)
         stack.enter_context(values)
-        stack.enter_context(HostKernels())  # type: ignore[no-untyped-call]
         yield mode, values
 
 
@@ -374,11 +300,6 @@ def _replacements(
     def read_all(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda tensor, **options: values.read_all(what, tensor, partial(original, **options))
 
-    accelerator = {
-        "current_stream": module.current_stream,
-        "synchronize": module.synchronize,
-        "current_device_index": module.current_device,
-    }
     of_tensors = {
         "__deepcopy__": _deep_copy(Tensor.__deepcopy__, values),
         "data": property(_DATA.__get__, _set_data),
@@ -395,7 +316,8 @@ def _replacements(
     asks_for_values = {"is_fake_tensor": values.is_unknown} if hasattr(huggingface, "is_fake_tensor") else {}
     return [
         (huggingface, asks_for_values),  # it takes other paths with masks that it cannot look at
-        (torch.accelerator, accelerator),
+        (torch.accelerator, {"current_stream": module.current_stream, "current_device_index": module.current_device}),
+        (torch.accelerator, {"synchronize": module.synchronize}),
         (torch, {"Stream": FinishedStream, "Event": FinishedEvent, **MAKERS}),
         (torch.utils, {"swap_tensors": swap_contents}),
         (nn.Parameter, {"__new__": make_parameter(nn.Parameter.__new__)}),
@@ -437,10 +359,7 @@ def _set_data(tensor: Tensor, values: Tensor) -> None:
     if not isinstance(tensor, FakeTensor) or tensor.device == values.device:
         _DATA.__set__(tensor, values)
         return
-    moved, requires_grad = (
-        values.detach(),
-        tensor.requires_grad,
-    )  # to autograd, tensors of other devices are of other kinds
+    moved = values.detach()  # to autograd, tensors of other devices are of other kinds
     if isinstance(tensor, nn.Parameter):
-        moved = nn.Parameter(moved, requires_grad=requires_grad)
-    swap_contents(tensor, moved.requires_grad_(requires_grad))
+        moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    swap_contents(tensor, moved.requires_grad_(tensor.requires_grad))

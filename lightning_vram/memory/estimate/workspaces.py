@@ -61,23 +61,18 @@ def workspaces_of(spec: DeviceSpec, environment: Mapping[str, str] = os.environ)
         context_bytes = _estimate_context(spec)
         notes.append("The CUDA context is a rule of thumb, within 30 %: `lightning-vram calibrate` measures it.")
     cublas_bytes = spec.workspace_bytes
-    if cublas_bytes is None:
-        cublas_bytes = _read_config(environment) if spec.capability is not None else 0
-        if cublas_bytes is None:
-            is_large = spec.capability is not None and spec.capability >= (9, 0)
-            cublas_bytes = _CUBLAS_BYTES_FROM_HOPPER_ON if is_large else _CUBLAS_BYTES
-        if spec.capability is None:
-            notes.append(f"Workspaces of {spec.name} are not known, and not counted.")
+    if cublas_bytes is None and spec.capability is None:
+        notes.append(f"Workspaces of {spec.name} are not known, and not counted.")
+    elif cublas_bytes is None:
+        cublas_bytes = _estimate_cublas(spec.capability, environment)
     is_kept = spec.is_workspace_kept
     if is_kept is None:
         is_kept = environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1" or not _allocates_for_each_product()
-    persistent: dict[str, tuple[int, ...]] = {}
-    scratch: dict[str, int] = {}
-    if is_kept and cublas_bytes:
-        persistent = {**dict.fromkeys(_PRODUCTS, (cublas_bytes,)), _PRODUCT_WITH_BIAS: (cublas_bytes, _CUBLASLT_BYTES)}
-    elif cublas_bytes:
-        scratch = {**dict.fromkeys(_PRODUCTS, cublas_bytes), _PRODUCT_WITH_BIAS: _CUBLASLT_BYTES}
-    return Workspaces(context_bytes, persistent, scratch, tuple(notes))
+    taken: dict[str, tuple[int, ...]] = {}
+    if cublas_bytes:
+        taken = {**dict.fromkeys(_PRODUCTS, (cublas_bytes,)), _PRODUCT_WITH_BIAS: (cublas_bytes, _CUBLASLT_BYTES)}
+    scratch = {} if is_kept else {name: sizes[-1] for name, sizes in taken.items()}
+    return Workspaces(context_bytes, taken if is_kept else {}, scratch, tuple(notes))
 
 
 def _estimate_context(spec: DeviceSpec) -> int:
@@ -88,10 +83,12 @@ def _estimate_context(spec: DeviceSpec) -> int:
     return int(spec.num_multiprocessors * each)
 
 
-def _read_config(environment: Mapping[str, str]) -> int | None:
-    """Read ``CUBLAS_WORKSPACE_CONFIG``: pairs of KiB and how many of them; ``None`` if there are none."""
+def _estimate_cublas(capability: tuple[int, int], environment: Mapping[str, str]) -> int:
+    """By ``CUBLAS_WORKSPACE_CONFIG``, pairs of KiB and how many of them, or by the generation of the card."""
     pairs = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    return sum(int(size) * int(number) for size, number in pairs) * KIB if pairs else None
+    if pairs:
+        return sum(int(size) * int(number) for size, number in pairs) * KIB
+    return _CUBLAS_BYTES_FROM_HOPPER_ON if capability >= (9, 0) else _CUBLAS_BYTES
 
 
 @cache

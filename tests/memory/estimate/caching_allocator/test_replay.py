@@ -1,17 +1,24 @@
 """Timelines as the allocator of a card sees them, and through it."""
 
 import sys
+from dataclasses import replace
 from itertools import cycle
 
 from support.estimates import allocation, timeline_of
 
-from lightning_vram.memory.estimate.caching_allocator import AllocatorSettings, as_on_gpu, replay
+from lightning_vram.memory.estimate.caching_allocator import AllocatorReplay, AllocatorSettings, as_on_gpu
+from lightning_vram.memory.estimate.workspaces import Workspaces
 from lightning_vram.memory.tracking.timeline import Allocation, Category, MemoryEvent, MemoryTimeline, Phase
 from lightning_vram.memory.units import MIB
 
 CARD = "lazy:0"
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 CALLS = 12  # of Python functions, for each event
+
+
+def replay(timeline, device=CARD, settings=None, persistent=None, scratch=None):
+    workspaces = Workspaces(0, persistent or {}, scratch or {}, ())
+    return AllocatorReplay(replace(timeline, device=device), workspaces, settings or AllocatorSettings())
 
 
 def make_timeline(*changes, op="aten.mm", phases=None, streams=(0,)):

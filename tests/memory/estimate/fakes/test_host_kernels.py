@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_vram import track_memory
-from lightning_vram.memory.estimate.fake_device import HostKernels
+from lightning_vram.memory.estimate.known_values import KnownValues
 from lightning_vram.private_names.dispatcher import FakeTensorMode
 
 _IN_16_BITS = torch.bfloat16
@@ -36,7 +36,7 @@ def _events(case: str, *, is_fake: bool, needs_gradient: bool) -> list[tuple[int
     with ExitStack() as stack:
         if is_fake:
             stack.enter_context(FakeTensorMode())
-            stack.enter_context(HostKernels())
+            stack.enter_context(KnownValues())
         module, given = make_module(), make_input()
         given.requires_grad_(needs_gradient and given.is_floating_point())
         with track_memory(module, inputs=given) as tracker:
