@@ -54,7 +54,7 @@ from lightning_vram.report.comparison import FitResult, comparison_table
 from lightning_vram.report.drawing import check_picture_path
 from lightning_vram.report.estimate import estimate_memory, estimate_table
 from lightning_vram.report.plan import choices, plan_memory, plan_table
-from lightning_vram.report.progress import ProgressDisplay
+from lightning_vram.report.progress import show_progress
 from lightning_vram.startup import let_through
 from lightning_vram.strategies.fsdp_offload import STRATEGY_NAMES
 from lightning_vram.techniques.sharded_checkpoints import read_values
@@ -341,7 +341,7 @@ class DryRunCLI(LightningCLI):
         devices, num_nodes = config.devices, config.num_nodes
         answer = _plan if self._name == PLAN else _estimate
         try:
-            with ProgressDisplay() as on_progress:
+            with show_progress() as on_progress:
                 self.answer, self.exit_code = answer(
                     config,
                     self._args,

@@ -46,7 +46,7 @@ from lightning_vram.planner.search import fastest
 from lightning_vram.report.estimate import picture
 from lightning_vram.report.out_of_memory import OutOfMemory, Place, Work, page, summary
 from lightning_vram.report.plan import Choice, choices
-from lightning_vram.report.progress import ProgressDisplay
+from lightning_vram.report.progress import show_progress
 
 _STAGES = ("train", "validation", "test", "predict")
 _BY_FUNCTION = {
@@ -202,7 +202,7 @@ def _with_remedies(
     reason = _why_not(trainer, found, last)
     if not reason:
         try:
-            with ProgressDisplay.of(trainer) as on_progress:
+            with show_progress(trainer) as on_progress:
                 return _search(trainer, found, last, on_progress)
         except KeyboardInterrupt:
             reason = "stopped by Ctrl-C."
