@@ -39,8 +39,7 @@ _NOISE = re.compile(
 _MAX_VALUE = 80
 _MAX_LINE = 1000
 _REQUIRED = re.compile(r"the following arguments are required: (?:\w+\.)?(?P<name>\w+)$")
-_UNKNOWN_ARGUMENT = re.compile(r"unrecognized arguments: (?P<name>[^\s=]+)")
-_UNKNOWN_KEY = re.compile(r"Subcommand '\w+' does not accept option '(?P<name>[\w.]+)'")
+_UNKNOWN = re.compile(r"(?:unrecognized arguments: |Subcommand '\w+' does not accept option ')(?P<name>[^\s=']+)")
 
 
 def condense_error(message: str) -> str:
@@ -70,20 +69,14 @@ def explain(message: str) -> str:
     if found := _REQUIRED.match(line):
         name = found["name"]
         return f"{name} is missing: name it with --{name}, or in a file with --config FILE."
-    if found := _UNKNOWN_ARGUMENT.match(line):
-        return line + _unknown_argument(found["name"])
-    if found := _UNKNOWN_KEY.match(line):
-        return line + _unknown_argument(f"--{found['name']}").replace("--", "")
+    if found := _UNKNOWN.match(line):
+        known = [*FIT_OPTIONS, "--ckpt_path", "--compare_with_baseline"]
+        known += (f"--{one}" for command in (ESTIMATE, PLAN) for one in options_of(command))
+        known += (f"--trainer.{one}" for one in inspect.signature(pl.Trainer).parameters)
+        by_last = {_last_word(one): one for one in known}  # a common "--trainer." does not make names alike
+        hint = did_you_mean(_last_word(found["name"]), by_last, by_last.__getitem__)
+        return f"{line}.{hint if found['name'].startswith('-') else hint.replace('--', '')}" if hint else line
     return line
-
-
-def _unknown_argument(name: str) -> str:
-    known = [*FIT_OPTIONS, "--ckpt_path", "--compare_with_baseline"]
-    known += (f"--{one}" for command in (ESTIMATE, PLAN) for one in options_of(command))
-    known += (f"--trainer.{one}" for one in inspect.signature(pl.Trainer).parameters)
-    by_last = {_last_word(one): one for one in known}  # a common "--trainer." does not make names alike
-    hint = did_you_mean(_last_word(name), by_last, by_last.__getitem__)
-    return f".{hint}" if hint else ""
 
 
 def _last_word(name: str) -> str:
@@ -103,22 +96,23 @@ def is_complete_message(error: Exception) -> bool:
     return isinstance(error, _CONFIGURATION) or (is_checked and isinstance(error, _OWN_KINDS))
 
 
-def is_mistake_of_user(error: Exception, *, is_running: bool) -> bool:
-    """Whether one line is enough for an error; ``is_running``: the user's code ran, in which bugs may be."""
-    if is_running and isinstance(error, FileNotFoundError):  # a checkpoint that is missing
-        return is_complete_message(error) or _raised_in(error).startswith(_LIGHTNING)
-    kinds = () if is_running else (*_OWN_KINDS, RecursionError, TypeError)
-    return is_complete_message(error) or isinstance(error, kinds)
+def line_for(error: Exception, *, is_running: bool) -> str | None:
+    """Return the line that is enough for a mistake of the user; ``None`` for a bug, whose traceback is needed.
 
-
-def one_line(error: Exception) -> str:
-    """Return the line."""
+    ``is_running``: the user's code ran, in which bugs may be.
+    """
+    is_complete, is_of_lightning = is_complete_message(error), _raised_in(error).startswith(_LIGHTNING)
+    if is_running:
+        is_mistake = isinstance(error, FileNotFoundError) and is_of_lightning  # a checkpoint that is missing
+    else:
+        is_mistake = isinstance(error, (*_OWN_KINDS, RecursionError, TypeError))
+    if not (is_complete or is_mistake):
+        return None
     if isinstance(error, RecursionError):
         return "the configuration is nested too deeply."
     if isinstance(error, UnicodeDecodeError):
         return "a file of the configuration is not text."
-    is_of_user = not (is_complete_message(error) or _raised_in(error).startswith(_LIGHTNING))
-    line = explain(str(error)) + (where(error) if is_of_user else "")
+    line = explain(str(error)) + ("" if is_complete or is_of_lightning else where(error))
     return re.sub(r"\b(?:estimate_memory|plan_memory)\((\w+)\)|\b(plot)\(path\)", r"--\1\2", line)
 
 

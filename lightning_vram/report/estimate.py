@@ -48,11 +48,9 @@ COLORS = {
 }
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """The highest moment of some events that follow each other."""
 
-    event: int  # index among the device's events, those before the step counted
     phase: Phase
     op: str  # operator that made the storage which changed
     module: str
@@ -116,7 +114,7 @@ def _moments(timeline: MemoryTimeline, first_event: int = 0) -> list[Column]:
         allocation = timeline.allocations[event.allocation]
         if allocation.device == timeline.device:
             live = {**live, allocation.category: live[allocation.category] + event.change_bytes}
-            moments.append(Column(len(moments), event.phase, allocation.op, allocation.module, live))
+            moments.append(Column(event.phase, allocation.op, allocation.module, live))
             if number < first_event or (num_held == len(moments) - 1 and allocation.op == HELD):
                 num_held = len(moments)
     return moments[max(num_held - 1, 0) :]
@@ -174,34 +172,30 @@ def peak_sentence(estimate: MemoryEstimate) -> str:
 
 def tables_of(estimate: MemoryEstimate, max_modules: int, max_name: int = 40) -> tuple[list[Rows], list[Rows]]:
     """Return tables of the tensors at the peak and of the run, and of modules, phases and the process."""
-    timeline = estimate.timeline
+    timeline, total = estimate.timeline, estimate.peak_bytes
+
+    def rows(name: str, sizes: Iterable[tuple[str, int]], colors: Sequence[str] = (), *, share: bool = False) -> Rows:
+        lines = [(one, format_bytes(size), f"{size / max(1, total):.0%}") for one, size in sizes]
+        return Rows(name, lines if share else [line[:2] for line in lines], colors)
+
     found = {one.category for one in timeline.allocations if one.device == timeline.device}
     kinds = [kind for kind in reversed(COLORS) if kind in found]
-    sizes = [*((label(kind), estimate.by_category[kind]) for kind in kinds), ("all", estimate.peak_bytes)]
-    facts, process = _fact_rows(estimate), _process_rows(estimate)
-    moments = [(label(phase), num_bytes) for phase, num_bytes in estimate.by_phase.items()]
-    moments += [(name, stage.timeline.peak_bytes) for name, stage in estimate.stages.items() if name != TRAIN]
+    sizes = [*((label(kind), estimate.by_category[kind]) for kind in kinds), ("all", total)]
+    phases = [(label(phase), num_bytes) for phase, num_bytes in estimate.by_phase.items()]
+    phases += [(name, stage.timeline.peak_bytes) for name, stage in estimate.stages.items() if name != TRAIN]
     modules = [(module_name(fqn, max_name), size) for fqn, size in _module_rows(estimate, max_modules)]
+    run, process = _fact_rows(estimate), _process_rows(estimate)
     return [
-        Rows("tensors at the peak", _with_share(estimate, sizes), [COLORS[kind] for kind in kinds]),
-        *([Rows("the run", facts)] if facts else []),
+        rows("tensors at the peak", sizes, [COLORS[kind] for kind in kinds], share=True),
+        *([Rows("the run", run)] if run else []),
     ], [
-        Rows("modules at the peak", _with_share(estimate, modules)),
-        Rows("peak of tensors in each phase", _in_text(moments)),
-        *([Rows("the process", _in_text(process))] if len(process) > 1 else []),
+        rows("modules at the peak", modules, share=True),
+        rows("peak of tensors in each phase", phases),
+        *([rows("the process", process)] if process else []),
     ]
 
 
-def _with_share(estimate: MemoryEstimate, sizes: Iterable[tuple[str, int]]) -> list[tuple[str, ...]]:
-    total = estimate.peak_bytes
-    return [(name, format_bytes(size), f"{size / total:.0%}" if total else "") for name, size in sizes]
-
-
-def _in_text(sizes: Iterable[tuple[str, int]]) -> list[tuple[str, ...]]:
-    return [(name, format_bytes(size)) for name, size in sizes]
-
-
-def _module_rows(estimate: MemoryEstimate, max_rows: int) -> tuple[tuple[str, int], ...]:
+def _module_rows(estimate: MemoryEstimate, max_rows: int) -> list[tuple[str, int]]:
     """Bytes at the peak of the modules with the most, by their full names; then those of all others.
 
     Modules of the same size whose names differ in numbers only are one row, with their sum: ``"net.blocks.*.mlp x8"``.
@@ -209,50 +203,48 @@ def _module_rows(estimate: MemoryEstimate, max_rows: int) -> tuple[tuple[str, in
     alike: dict[tuple[str, int], list[str]] = {}
     for name, num_bytes in estimate.by_module.items():
         alike.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "*", name), num_bytes), []).append(name)
-    found = [
-        (names[0] if len(names) == 1 else f"{pattern} x{len(names)}", num_bytes * len(names), len(names))
-        for (pattern, num_bytes), names in alike.items()
+    groups = sorted(alike.items(), key=lambda group: -group[0][1] * len(group[1]))
+    rows = [
+        (names[0] if len(names) == 1 else f"{pattern} x{len(names)}", num_bytes * len(names))
+        for (pattern, num_bytes), names in groups
     ]
-    found.sort(key=lambda row: -row[1])
-    if len(found) > max_rows:
-        rest = found[max_rows - 1 :]
-        num_rest = sum(num_modules for *_, num_modules in rest)
-        found = [*found[: max_rows - 1], (f"{num_rest} others", sum(num_bytes for _, num_bytes, _ in rest), num_rest)]
-    return tuple((name, num_bytes) for name, num_bytes, _ in found)
+    if len(rows) > max_rows:
+        num_others = sum(len(names) for _, names in groups[max_rows - 1 :])
+        rows[max_rows - 1 :] = [(f"{num_others} others", sum(size for _, size in rows[max_rows - 1 :]))]
+    return rows
 
 
-def _process_rows(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
-    """From what tensors ask for to what the driver gives, as far as these differ: on the host they do not."""
+def _process_rows(estimate: MemoryEstimate) -> list[tuple[str, int]]:
+    """From what tensors ask for to what the driver gives, if these differ: on the host they do not."""
     if estimate.needed_bytes == estimate.peak_bytes:
-        return (("requested", estimate.peak_bytes),)
+        return []
     rows = [
         ("requested", estimate.peak_bytes),
         ("allocated", estimate.allocated_bytes),
         ("of it workspaces", estimate.workspace_bytes),
         ("reserved", estimate.reserved_bytes),
         ("reserved, expandable segments", estimate.expandable_reserved_bytes),
+        ("context", estimate.context_bytes),
+        ("reserved and context", estimate.context_bytes and estimate.needed_bytes),
     ]
-    if estimate.context_bytes:
-        rows += [("context", estimate.context_bytes), ("reserved and context", estimate.needed_bytes)]
-    return tuple((name, num_bytes) for name, num_bytes in rows if num_bytes)
+    return [row for row in rows if row[1]]
 
 
-def _fact_rows(estimate: MemoryEstimate) -> tuple[tuple[str, str], ...]:
+def _fact_rows(estimate: MemoryEstimate) -> list[tuple[str, str]]:
     """Further facts about the run that are known, a line each."""
-    found = [("batch", f"{estimate.batch_size} samples")] if estimate.batch_size else []
-    for name, size, unit, refusal in (
-        ("largest batch that fits", estimate.max_batch_size, "samples", estimate.batch_size_refusal),
-        ("longest sequence", estimate.max_sequence_length, "tokens", estimate.sequence_length_refusal),
-    ):
-        if size is not None:
-            found.append((name, f"{size} {unit}{' (limit: model)' if refusal else ''}"))
-    if estimate.world_size > 1:
-        found.append(("ranks", str(estimate.world_size)))
-    if estimate.host_bytes:
-        found.append(("host memory", format_bytes(estimate.host_bytes)))
-    if estimate.pinned_bytes:
-        found.append(("of it pinned", format_bytes(estimate.pinned_bytes)))
-    return tuple(found)
+
+    def limit(size: int | None, unit: str, refusal: str | None) -> str:
+        return "" if size is None else f"{size} {unit}{' (limit: model)' if refusal else ''}"
+
+    rows = [
+        ("batch", f"{estimate.batch_size} samples" if estimate.batch_size else ""),
+        ("largest batch that fits", limit(estimate.max_batch_size, "samples", estimate.batch_size_refusal)),
+        ("longest sequence", limit(estimate.max_sequence_length, "tokens", estimate.sequence_length_refusal)),
+        ("ranks", str(estimate.world_size) if estimate.world_size > 1 else ""),
+        ("host memory", format_bytes(estimate.host_bytes) if estimate.host_bytes else ""),
+        ("of it pinned", format_bytes(estimate.pinned_bytes) if estimate.pinned_bytes else ""),
+    ]
+    return [row for row in rows if row[1]]
 
 
 HEIGHT, LEFT, TOP, BOTTOM, MARGIN = 480, 56, 30, 440, 8  # of the area in which is drawn; MARGIN is at its right
@@ -382,11 +374,8 @@ class _Drawing:
             above = y
 
     def _peak(self) -> Iterable[str]:
-        x, y, words = (
-            self._x(self.step.peak + 0.5),
-            self._y(self.estimate.peak_bytes),
-            f"peak of tensors {format_bytes(self.estimate.peak_bytes)}",
-        )
+        x, y = self._x(self.step.peak + 0.5), self._y(self.estimate.peak_bytes)
+        words = f"peak of tensors {format_bytes(self.estimate.peak_bytes)}"
         half = LETTER * len(words) / 2
         middle = min(max(x, LEFT + half), self.right - half)
         yield f'<path class="pointer" d="M{x:.1f} {y:.1f}V{TOP + 22}"/>'
@@ -402,16 +391,11 @@ def _changes(sizes: Sequence[int]) -> list[int]:
 def _data(step: Step) -> dict[str, Any]:
     """What the script shows at the pointer; names that come often stand there once."""
     numbers: dict[str, int] = {}
-    columns = [
-        [
-            *(
-                numbers.setdefault(name, len(numbers))
-                for name in (label(column.phase), column.op.removesuffix(".default"), column.module)
-            ),
-            *(column.by_category[category] for category in step.categories),
-        ]
-        for column in step.columns
-    ]
+    columns = []
+    for column in step.columns:
+        names = (label(column.phase), column.op.removesuffix(".default"), column.module)
+        sizes = (column.by_category[category] for category in step.categories)
+        columns.append([*(numbers.setdefault(name, len(numbers)) for name in names), *sizes])
     categories = [[label(category), COLORS[category]] for category in step.categories]
     return {"area": [LEFT, TOP, MARGIN, BOTTOM], "categories": categories, "names": list(numbers), "columns": columns}
 

@@ -234,8 +234,8 @@ SHAPE = [QUICKSTART, *DEVICE, "--batch.shape"]
             "there is no batch: name a datamodule (--data), or give shapes, such as --batch.shape "
             "'[8, 3, 224, 224]', with --batch.dtype and, for integers, --batch.high.",
         ),
-        ([*SHAPE, "[8, 0]"], "batch.shape must be whole numbers of at least 1, got [8, 0]."),
-        ([*SHAPE, "[8]", "--batch.high=0"], "batch.high must be a whole number of at least 1, got 0."),
+        ([*SHAPE, "[8, 0]"], "batch.shape must be at least 1, got 0."),
+        ([*SHAPE, "[8]", "--batch.high=0"], "batch.high must be at least 1, got 0."),
         (
             [QUICKSTART, *DEVICE, "--plot=step.gif"],
             "--plot must end in one of .png, .svg, .pdf, .html, got 'step.gif'.",
