@@ -30,13 +30,7 @@ from lightning_vram.argument_checks import check_choice, check_positive_int
 from lightning_vram.callbacks.auto_vram import AutoVRAM
 from lightning_vram.callbacks.slurm_requeue import SlurmJob, SlurmRequeue, check_job
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
-from lightning_vram.commands.errors import (
-    PARSER_MODE,
-    CommandParser,
-    is_complete_message,
-    line_for,
-    where,
-)
+from lightning_vram.commands.errors import PARSER_MODE, CommandParser, is_complete_message, line_for, where
 from lightning_vram.commands.options import DOES_NOT_FIT, ESTIMATE, PLAN, PROGRAM, fail, is_debugging, options_of
 from lightning_vram.estimation.estimate import spec_of
 from lightning_vram.memory.device.accelerators import configure_allocator, empty_cache

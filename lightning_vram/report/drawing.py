@@ -22,38 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_FAR = 2.5  # times what is needed: a limit beyond it would press the step to the ground
-_NUM_TICKS = 7  # at most
-NO_LIMIT = 1 << 62
-
-
-@dataclass(frozen=True)
-class Scale:
-    """From 0 to ``end_bytes``, in steps of ``tick_bytes``."""
-
-    unit: str
-    unit_bytes: int
-    end_bytes: float
-    tick_bytes: float
-    has_limit: bool
-
-    @property
-    def ticks(self) -> tuple[float, ...]:
-        """Marks in bytes, from 0."""
-        return tuple(number * self.tick_bytes for number in range(int(self.end_bytes / self.tick_bytes) + 1))
-
-    def label(self, num_bytes: float) -> str:
-        """A mark's number in the unit."""
-        return f"{num_bytes / self.unit_bytes:g}"
-
-
-def choose_scale(needed_bytes: int, limit_bytes: int, headroom: float = 1.14) -> Scale:
-    """Find the axis on which a step is large and its limit is seen, if both can be, with headroom for words above."""
-    has_limit = limit_bytes <= _FAR * needed_bytes
-    end_bytes = headroom * (max(needed_bytes, limit_bytes) if has_limit else needed_bytes)
-    unit_bytes, unit = unit_of(end_bytes)
-    return Scale(unit, unit_bytes, end_bytes, round_step(end_bytes / unit_bytes / _NUM_TICKS) * unit_bytes, has_limit)
-
 
 def unit_of(num_bytes: float) -> tuple[int, str]:
     """Return the largest unit of bytes of which there is one, and its name."""
@@ -61,17 +29,19 @@ def unit_of(num_bytes: float) -> tuple[int, str]:
     return next(found for found in units if num_bytes >= found[0] or found[0] == 1)
 
 
-def round_step(step: float) -> float:
-    """The next of 1, 2, 5, 10, 20, ... (and their tenths)."""
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step)
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """Return round numbers for an axis, in steps of 1, 2, 5, 10, 20, ... (and their tenths)."""
+    least = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
+    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 WIDTHS = {"wide": 860, "narrow": 440}  # of a drawing, in pixels: its letters are as large on a small screen
 LETTER = 8.4  # width, in pixels
 _WIDTH, _ABOVE, _GAP, _MARGIN = 1240, 64, 24, 18  # of a picture, in pixels: a drawing with its title and tables
 _LINE, _LETTERS = 23, 36  # of a table in a picture: pixels, characters of a line
-_CELL, _CELLS = 105, 250  # pixels, of a table: the width of a number, and of all in one line
+_SPACE = 14  # pixels, between two columns of a table
 _LONG_TITLE, _NOTE = 85, 135  # characters
 _CONVERTED = (".png", ".pdf")
 _ENDINGS = (".png", ".svg", ".pdf", ".html")
@@ -94,7 +64,14 @@ def check_picture_path(path: Path) -> None:
 
 def _draw_rows(rows: Rows, left: float, y: float, right: float) -> tuple[str, float]:
     """Return the elements of a table, and where the next one begins."""
-    drawn = text_at(left, y, rows.name, "strong") + _numbers(rows.columns, right, y, "end small strong")
+    numbers = [cells for cells in (rows.columns, *(line[1:] for line in rows.lines)) if cells]
+    widths = [_SPACE + LETTER * max(map(len, column)) for column in zip(*numbers, strict=True)]
+    ends = [right - sum(widths[number + 1 :]) for number in range(len(widths))]
+
+    def draw(cells: Sequence[str], kind: str) -> str:
+        return "".join(text_at(end, y, cell, kind) for end, cell in zip(ends, cells, strict=False))
+
+    drawn = text_at(left, y, rows.name, "strong") + draw(rows.columns, "end small strong")
     for number, (first, *others) in enumerate(rows.lines):
         indent = 0
         if number < len(rows.colors):
@@ -105,13 +82,8 @@ def _draw_rows(rows: Rows, left: float, y: float, right: float) -> tuple[str, fl
             drawn += text_at(left + indent, y, words, "" if others else "strong")
         if others and len("".join((first, *others))) > _LETTERS:
             y += _LINE  # numbers stand below a name that leaves them no room
-        drawn += _numbers(others, right, y, "end faint")
+        drawn += draw(others, "end faint")
     return drawn, y + 2 * _LINE
-
-
-def _numbers(cells: Sequence[str], right: float, y: float, kind: str) -> str:
-    width = min(_CELL, _CELLS / max(1, len(cells)))
-    return "".join(text_at(right - number * width, y, cell, kind) for number, cell in enumerate(cells[::-1]))
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,7 @@ from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate, StageEs
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
 from lightning_vram.memory.tracking.tracker import HELD
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.drawing import (
-    LETTER,
-    NO_LIMIT,
-    WIDTHS,
-    Picture,
-    Scale,
-    choose_scale,
-    fill,
-    rectangle,
-    text_at,
-)
+from lightning_vram.report.drawing import LETTER, WIDTHS, Picture, fill, rectangle, text_at, ticks, unit_of
 from lightning_vram.report.progress import shown
 from lightning_vram.report.tables import Rows, as_text, label
 
@@ -141,10 +131,18 @@ def module_name(fqn: str, max_length: int = 40) -> str:
     return (fqn if len(fqn) <= max_length else "..." + fqn[3 - max_length :]) or "(no module)"
 
 
-def step_scale(estimate: MemoryEstimate) -> Scale:
-    """The axis of a training step, which shows what the allocator has: the context is outside of it."""
-    needed_bytes = max(estimate.reserved_bytes, estimate.peak_bytes)
-    return choose_scale(needed_bytes, limit_bytes(estimate), headroom=1.2)  # three rows of words
+_HEADROOM, _FAR = (
+    1.2,
+    2.5,
+)  # times what is needed: for words above; a limit beyond it would press the step to the ground
+_NUM_TICKS = 7  # at most
+_NO_LIMIT = 1 << 62
+
+
+def axis_bytes(estimate: MemoryEstimate) -> float:
+    """Return where the axis of a step ends, which shows what the allocator has: the context is outside of it."""
+    needed_bytes, limit = max(estimate.reserved_bytes, estimate.peak_bytes), limit_bytes(estimate)
+    return _HEADROOM * (max(needed_bytes, limit) if limit <= _FAR * needed_bytes else needed_bytes)
 
 
 def limit_bytes(estimate: MemoryEstimate) -> int:
@@ -154,7 +152,7 @@ def limit_bytes(estimate: MemoryEstimate) -> int:
 
 def limit_line(estimate: MemoryEstimate) -> str:
     """What the device has for the allocator, as text; empty if there is no limit."""
-    if estimate.device.memory_bytes >= NO_LIMIT:
+    if estimate.device.memory_bytes >= _NO_LIMIT:
         return ""
     name = f"{estimate.device.name} minus context" if estimate.context_bytes else estimate.device.name
     return f"{name} {format_bytes(limit_bytes(estimate))}"
@@ -255,7 +253,7 @@ _MAX_MODULES = 40
 
 def picture(estimate: MemoryEstimate, title: str = "") -> Picture:
     """Draw an estimate."""
-    step, scale = _read(estimate), step_scale(estimate)
+    step = _read(estimate)
     data = json.dumps(_data(step), separators=(",", ":")).replace("<", "\\u003c")  # nothing ends the script
     side, tables = tables_of(estimate, _MAX_MODULES)
     return Picture(
@@ -264,7 +262,7 @@ def picture(estimate: MemoryEstimate, title: str = "") -> Picture:
         lead=peak_sentence(estimate),
         name=step.words,
         height=HEIGHT,
-        draw=lambda width: _Drawing(estimate, step, scale, width - MARGIN).elements(),
+        draw=lambda width: _Drawing(estimate, step, axis_bytes(estimate), width - MARGIN).elements(),
         side=side,
         tables=tables,
         notes=estimate.notes,
@@ -276,7 +274,6 @@ def side_by_side(estimates: Mapping[str, MemoryEstimate], title: str, notes: Seq
     """Draw steps next to each other, on one scale, by their names."""
     shown = list(estimates.values())
     steps = [_read(estimate) for estimate in shown]
-    scale = max(map(step_scale, shown), key=lambda scale: scale.end_bytes)
     kinds = [kind for kind in reversed(COLORS) if any(kind in step.categories for step in steps)]
     lines = [(label(kind), *(format_bytes(estimate.by_category[kind]) for estimate in shown)) for kind in kinds]
 
@@ -284,7 +281,7 @@ def side_by_side(estimates: Mapping[str, MemoryEstimate], title: str, notes: Seq
         part = width // len(shown)
         for number, (name, estimate, step) in enumerate(zip(estimates, shown, steps, strict=True)):
             words = text_at(LEFT, 0, name, "strong" if estimate.fits else "strong bad")
-            drawn = "".join(_Drawing(estimate, step, scale, part - MARGIN).elements())
+            drawn = "".join(_Drawing(estimate, step, max(map(axis_bytes, shown)), part - MARGIN).elements())
             yield f'<g transform="translate({number * part} {_TITLE})">{words}{drawn}</g>'
 
     return Picture(
@@ -306,7 +303,7 @@ def _read(estimate: MemoryEstimate) -> Step:
 class _Drawing:
     estimate: MemoryEstimate
     step: Step
-    scale: Scale
+    most_bytes: float  # at the end of the axis
     right: int
 
     def elements(self) -> Iterable[str]:
@@ -321,7 +318,7 @@ class _Drawing:
         return LEFT + column / len(self.step.columns) * (self.right - LEFT)
 
     def _y(self, num_bytes: float) -> float:
-        return BOTTOM - num_bytes / self.scale.end_bytes * (BOTTOM - TOP)
+        return BOTTOM - num_bytes / self.most_bytes * (BOTTOM - TOP)
 
     def _phases(self) -> Iterable[str]:
         for span in self.step.spans:
@@ -331,11 +328,12 @@ class _Drawing:
                 yield text_at((left + right) / 2, TOP - 10, label(span.phase), "middle faint")
 
     def _axis(self) -> Iterable[str]:
-        for tick in self.scale.ticks:
-            y = self._y(tick)
+        unit_bytes, unit = unit_of(self.most_bytes)
+        for number in ticks(0, self.most_bytes / unit_bytes, _NUM_TICKS):
+            y = self._y(number * unit_bytes)
             yield f'<path class="grid" d="M{LEFT} {y:.1f}H{self.right}"/>'
-            yield text_at(LEFT - 8, y + 5, self.scale.label(tick), "end")
-        yield text_at(LEFT - 8, TOP - 10, self.scale.unit, "end faint")
+            yield text_at(LEFT - 8, y + 5, f"{number:g}", "end")
+        yield text_at(LEFT - 8, TOP - 10, unit, "end faint")
 
     def _areas(self) -> Iterable[str]:
         base = [0] * len(self.step.columns)
@@ -360,7 +358,7 @@ class _Drawing:
         lines = []
         if reserved_bytes > self.estimate.peak_bytes:  # where there is no allocator, it takes what tensors have
             lines.append((self._y(reserved_bytes), "needed", f"reserved {format_bytes(reserved_bytes)}", side))
-        if self.scale.has_limit:
+        if limit_bytes(self.estimate) <= self.most_bytes:
             limit = self._y(limit_bytes(self.estimate))
             lines.append((limit, f"limit {verdict}", name, f"{side} strong {verdict}"))
             if not self.estimate.fits:
@@ -403,7 +401,7 @@ def _data(step: Step) -> dict[str, Any]:
 def as_estimate(timeline: MemoryTimeline, limit_bytes: int | None) -> MemoryEstimate:
     """Return a tracked step in the form of an estimate, with a line to draw at ``limit_bytes``; ``None``: no line."""
     stage = StageEstimate(timeline, *[timeline.peak_bytes] * 3)
-    device = DeviceSpec("limit", NO_LIMIT if limit_bytes is None else limit_bytes)
+    device = DeviceSpec("limit", _NO_LIMIT if limit_bytes is None else limit_bytes)
     return MemoryEstimate(device, {TRAIN: stage}, batch_size=0)
 
 

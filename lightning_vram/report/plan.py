@@ -13,7 +13,7 @@ from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.plan import MemoryPlan
 from lightning_vram.planner.plan import plan_memory as _plan_memory
 from lightning_vram.planner.scheme import Measured, Scheme
-from lightning_vram.report.drawing import Picture, rectangle, round_step, slowest_shown, stairs, text_at, unit_of
+from lightning_vram.report.drawing import Picture, rectangle, slowest_shown, stairs, text_at, ticks, unit_of
 from lightning_vram.report.progress import shown
 from lightning_vram.report.tables import Rows, add_names, add_numbers, as_text, literal, plain_table
 
@@ -30,7 +30,7 @@ def verdict(plan: MemoryPlan) -> str:
 
 def ratio(step_time_ratio: float) -> str:
     """Step time relative to the baseline, as text."""
-    return f"{step_time_ratio:.2f}x"
+    return "?" if math.isnan(step_time_ratio) else f"{step_time_ratio:.2f}x"
 
 
 _MAX_CHOICES = 8
@@ -60,8 +60,8 @@ def cells(rows: Sequence[Choice], name: str = "configuration") -> list[tuple[str
     table: list[tuple[str, ...]] = [("", "memory", "of budget", "step time", "results", name)]
     for number, one in enumerate(rows, start=1):
         mark, share = "* " if one.is_plan else "", "?" if math.isnan(one.share) else f"{one.share:.1%}"
-        time = "?" if math.isnan(one.step_time_ratio) else f"{one.step_time_ratio:.2f}x"
-        table.append((f"{mark}{number}", format_bytes(one.needed_bytes), share, time, one.results, one.name))
+        numbers = format_bytes(one.needed_bytes), share, ratio(one.step_time_ratio)
+        table.append((f"{mark}{number}", *numbers, one.results, one.name))
     return table
 
 
@@ -124,9 +124,8 @@ def picture(plan: MemoryPlan) -> Picture:
     """Draw a plan."""
     found = choices(plan)
     rows: list[tuple[str, ...]] = []
-    for number, one in enumerate(found, start=1):
-        cells = (format_bytes(one.needed_bytes), f"{one.share:.1%}", ratio(one.step_time_ratio), one.results)
-        rows += [(f"{number}. {'the plan: ' * one.is_plan}{one.name}",), cells]
+    for number, (one, (_, *numbers, _)) in enumerate(zip(found, cells(found)[1:], strict=True), start=1):
+        rows += [(f"{number}. {'the plan: ' * one.is_plan}{one.name}",), tuple(numbers)]
     return Picture(
         verdict(plan),
         lead=f"Memory against {TIMES}.",
@@ -152,10 +151,10 @@ def _draw(plan: MemoryPlan, found: Sequence[Choice], right: int) -> Iterator[str
 
     limit = at(first, plan.budget_bytes)[1]
     yield rectangle(_LEFT, _TOP, right - _LEFT, limit - _TOP, "beyond")
-    for time in _ticks(first, last, max(4, right // 100)):
+    for time in ticks(first, last, max(4, right // 100)):
         x = at(time, low)[0]
         yield f'<path class="grid" d="M{x:.1f} {_TOP}V{_BOTTOM}"/>{text_at(x, _BOTTOM + 20, f"{time:g}", "middle")}'
-    for size in _ticks(low / unit_bytes, high / unit_bytes, 6):
+    for size in ticks(low / unit_bytes, high / unit_bytes, 6):
         y = at(first, size * unit_bytes)[1]
         yield f'<path class="grid" d="M{_LEFT} {y:.1f}H{right}"/>{text_at(_LEFT - 8, y + 5, f"{size:g}", "end")}'
     yield f'<path class="limit bad" d="M{_LEFT} {limit:.1f}H{right}"/>'
@@ -178,11 +177,6 @@ def _draw(plan: MemoryPlan, found: Sequence[Choice], right: int) -> Iterator[str
 def _axis(first: float, last: float, least: float) -> tuple[float, float]:
     margin = _AXIS_MARGIN * max(last - first, least)
     return first - margin, last + margin
-
-
-def _ticks(low: float, high: float, most: int) -> list[float]:
-    step = round_step((high - low) / most)
-    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from support.estimates import GIB, MIB, allocation, estimate_of, timeline_of
 
 from lightning_vram.memory.tracking.timeline import Category, Phase
 from lightning_vram.report.drawing import WIDTHS
-from lightning_vram.report.estimate import BOTTOM, COLORS, HEIGHT, LEFT, MARGIN, TOP, picture, step_scale
+from lightning_vram.report.estimate import BOTTOM, COLORS, HEIGHT, LEFT, MARGIN, TOP, axis_bytes, picture
 
 RIGHT = WIDTHS["wide"] - MARGIN
 
@@ -34,7 +34,7 @@ def drawing_of(estimate) -> ElementTree.Element:
 
 
 def height(estimate, num_bytes: int) -> float:
-    return round(BOTTOM - num_bytes / step_scale(estimate).end_bytes * (BOTTOM - TOP), 1)
+    return round(BOTTOM - num_bytes / axis_bytes(estimate) * (BOTTOM - TOP), 1)
 
 
 def test_the_script_gets_every_column():
