@@ -41,7 +41,7 @@ WIDTHS = {"wide": 860, "narrow": 440}  # of a drawing, in pixels: its letters ar
 LETTER = 8.4  # width, in pixels
 _WIDTH, _ABOVE, _GAP, _MARGIN = 1240, 64, 24, 18  # of a picture, in pixels: a drawing with its title and tables
 _LINE, _LETTERS = 23, 36  # of a table in a picture: pixels, characters of a line
-_SPACE = 14  # pixels, between two columns of a table
+_SPACE, _COLUMN = 8, 56  # pixels: between two columns of a table, and the least width of one
 _LONG_TITLE, _NOTE = 85, 135  # characters
 _CONVERTED = (".png", ".pdf")
 _ENDINGS = (".png", ".svg", ".pdf", ".html")
@@ -65,13 +65,13 @@ def check_picture_path(path: Path) -> None:
 def _draw_rows(rows: Rows, left: float, y: float, right: float) -> tuple[str, float]:
     """Return the elements of a table, and where the next one begins."""
     numbers = [cells for cells in (rows.columns, *(line[1:] for line in rows.lines)) if cells]
-    widths = [_SPACE + LETTER * max(map(len, column)) for column in zip(*numbers, strict=True)]
+    widths = [max(_COLUMN, _SPACE + LETTER * max(map(len, column))) for column in zip(*numbers, strict=True)]
     ends = [right - sum(widths[number + 1 :]) for number in range(len(widths))]
 
     def draw(cells: Sequence[str], kind: str) -> str:
         return "".join(text_at(end, y, cell, kind) for end, cell in zip(ends, cells, strict=False))
 
-    drawn = text_at(left, y, rows.name, "strong") + draw(rows.columns, "end small strong")
+    drawn = text_at(left, y, rows.name, "strong") + draw(rows.columns, "end small")
     for number, (first, *others) in enumerate(rows.lines):
         indent = 0
         if number < len(rows.colors):
@@ -82,7 +82,7 @@ def _draw_rows(rows: Rows, left: float, y: float, right: float) -> tuple[str, fl
             drawn += text_at(left + indent, y, words, "" if others else "strong")
         if others and len("".join((first, *others))) > _LETTERS:
             y += _LINE  # numbers stand below a name that leaves them no room
-        drawn += draw(others, "end faint")
+        drawn += draw(others, "end small faint")
     return drawn, y + 2 * _LINE
 
 
