@@ -3,7 +3,6 @@
 import inspect
 import os
 import re
-import sysconfig
 import traceback
 from pathlib import Path
 from pickle import UnpicklingError
@@ -87,7 +86,7 @@ _CONFIGURATION = (MisconfigurationException, OmegaConfBaseException)
 _OWN_KINDS = (CheckpointError, FileNotFoundError, IsADirectoryError, ModuleNotFoundError, ValueError, UnpicklingError)
 _OWN, _LIGHTNING = (f"{Path(file).parent}{os.sep}" for file in (Path(__file__).parent, str(lightning.__file__)))
 _ARGUMENTS = f"{_LIGHTNING}pytorch/trainer/connectors/"  # which check the arguments of a Trainer
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+WHERE = f" ({DEBUG_VARIABLE}=1 shows where)"
 
 
 def is_complete_message(error: Exception) -> bool:
@@ -112,24 +111,8 @@ def line_for(error: Exception, *, is_running: bool) -> str | None:
         return "the configuration is nested too deeply."
     if isinstance(error, UnicodeDecodeError):
         return "a file of the configuration is not text."
-    line = explain(str(error)) + ("" if is_complete or is_of_lightning else where(error))
+    line = explain(str(error)) + ("" if is_complete or is_of_lightning else WHERE)
     return re.sub(r"\b(?:estimate_memory|plan_memory)\((\w+)\)|\b(plot)\(path\)", r"--\1\2", line)
-
-
-def where(error: BaseException | None) -> str:
-    """Return, for the end of a line, how to see where an error comes from, and the line of the user's code."""
-    return f" ({' '.join(filter(None, (place_of(error), f'{DEBUG_VARIABLE}=1 shows where')))})"
-
-
-def place_of(error: BaseException | None) -> str:
-    """Return "file, line;" of the user's code where an error began; empty if it has not passed there."""
-    place = ""
-    while error is not None:
-        for frame in traceback.extract_tb(error.__traceback__):
-            if not frame.filename.startswith((*_LIBRARIES, _OWN, "<")):
-                place = f"{Path(frame.filename).name}, line {frame.lineno};"
-        error = error.__cause__ or error.__context__
-    return place
 
 
 def _raised_in(error: Exception) -> str:
@@ -147,4 +130,4 @@ class CommandParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error or is_debugging():
             super().error(message, ex)
-        fail(explain(message) + (where(ex) if place_of(ex) else ""))
+        fail(explain(message))

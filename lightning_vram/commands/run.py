@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import sys
 import tempfile
 import warnings
@@ -30,7 +29,7 @@ from lightning_vram.argument_checks import check_choice, check_positive_int
 from lightning_vram.callbacks.auto_vram import AutoVRAM
 from lightning_vram.callbacks.slurm_requeue import SlurmJob, SlurmRequeue, check_job
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
-from lightning_vram.commands.errors import PARSER_MODE, CommandParser, is_complete_message, line_for, where
+from lightning_vram.commands.errors import PARSER_MODE, WHERE, CommandParser, is_complete_message, line_for
 from lightning_vram.commands.options import DOES_NOT_FIT, ESTIMATE, PLAN, PROGRAM, fail, is_debugging, options_of
 from lightning_vram.estimation.estimate import spec_of
 from lightning_vram.memory.device.accelerators import configure_allocator, empty_cache
@@ -326,7 +325,6 @@ class DryRunCLI(LightningCLI):
             with show_progress() as on_progress:
                 self.answer, self.exit_code = answer(
                     config,
-                    self._args,
                     module=self.model,
                     batch=self._batch,
                     datamodule=self.datamodule if self._batch is None else None,
@@ -343,7 +341,7 @@ class DryRunCLI(LightningCLI):
             raise MisconfigurationException(
                 f"the step fails on the batch of --batch.shape: {type(error).__name__}: {error}. Check --batch.shape, "
                 "--batch.dtype and --batch.high: token ids need --batch.dtype int64 and --batch.high with the size of "
-                f"the vocabulary.{where(error)}"
+                f"the vocabulary.{WHERE}"
             ) from error
 
     def _make_optimizers_late(self) -> None:
@@ -390,7 +388,7 @@ def _estimate_values(estimate: MemoryEstimate) -> dict[str, Any]:
 _Answer = tuple[list[RenderableType], int]  # with the exit code
 
 
-def _estimate(config: Namespace, _: Sequence[str], **arguments: Any) -> _Answer:
+def _estimate(config: Namespace, **arguments: Any) -> _Answer:
     estimate = estimate_memory(**arguments)
     exit_code = 0 if estimate.fits else DOES_NOT_FIT
     if config.plot is not None:
@@ -401,9 +399,7 @@ def _estimate(config: Namespace, _: Sequence[str], **arguments: Any) -> _Answer:
     return [estimate_table(estimate), *filter(None, [drawn])], exit_code
 
 
-_MARK = f"# Made by `{PROGRAM} {PLAN}`. Run: "
-_EXAMPLE = "plan.yaml"
-_IN_FIT = {"precision": "trainer.precision", "devices": "trainer.devices", "num_nodes": "trainer.num_nodes"}
+_MARK = f"# Made by `{PROGRAM} {PLAN}`: a --config for `{PROGRAM} fit`, after your own.\n"
 
 
 def _check_plan(config: Namespace, spec: DeviceSpec, args: Sequence[str]) -> None:
@@ -413,10 +409,10 @@ def _check_plan(config: Namespace, spec: DeviceSpec, args: Sequence[str]) -> Non
         parse_limit(config.host_memory, "--host_memory")
     check_choice("--allow", config.allow, LEVELS)
     if config.output is not None:
-        _check_output(Path(config.output), fit_arguments(args))
+        _check_output(Path(config.output), re.findall(r"(?:--config|-c)[= ](\S+)", " ".join(args)))
 
 
-def _plan(config: Namespace, args: Sequence[str], **arguments: Any) -> _Answer:
+def _plan(config: Namespace, **arguments: Any) -> _Answer:
     """Plan, draw and write. Where nothing fits, the error names alternatives."""
     given = {"budget": _budget(config.budget), "host_memory": config.host_memory, "allow": config.allow}
     try:
@@ -427,8 +423,8 @@ def _plan(config: Namespace, args: Sequence[str], **arguments: Any) -> _Answer:
             fail(message, DOES_NOT_FIT)
         least = {"minimum_bytes": error.minimum_bytes, "minimum": str(error.least.scheme)}
         return [json.dumps({"fits": False, **least, "message": message}, indent=2)], DOES_NOT_FIT
-    command = shlex.join([PROGRAM, "fit", *fit_arguments(args), "--config", config.output or _EXAMPLE])
-    text = f"{_MARK}{command}\n{plan.to_yaml()}"
+    text = f"{_MARK}{plan.to_yaml()}"
+    command = f"{PROGRAM} fit ... --config {config.output or 'plan.yaml'}"
     answer: list[RenderableType] = [plan_table(plan)]
     if config.plot is not None:
         plan.plot(config.plot)
@@ -437,7 +433,7 @@ def _plan(config: Namespace, args: Sequence[str], **arguments: Any) -> _Answer:
         Path(config.output).write_text(text, encoding="utf-8")
         answer.append(f"\n{config.output}: the plan. Run: {command}")
     elif plan.is_needed:
-        answer.append(f"\n{text}\nSave this as {_EXAMPLE}, or add -o {_EXAMPLE}, and run: {command}")
+        answer.append(f"\n{text}\nSave this as plan.yaml, or add -o plan.yaml, and run: {command}")
     return [json.dumps(_plan_values(plan), indent=2)] if config.json else answer, 0
 
 
@@ -453,34 +449,16 @@ def _plan_values(plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def fit_arguments(args: Sequence[str]) -> list[str]:
-    """Return arguments of ``plan`` as ``fit`` takes them."""
-    asked = {f"--{name}": option for name, option in options_of(PLAN).items()}
-    asked |= {option.short: option for option in asked.values() if option.short}
-    found: list[str] = []
-    rest = iter(args)
-    for word in rest:
-        option, is_joined, value = word.partition("=")
-        if option not in asked:
-            found.append(word)
-            continue
-        if not is_joined and asked[option].kind is not bool:
-            value = next(rest, "")
-        if option[2:] in _IN_FIT:
-            found.append(f"--{_IN_FIT[option[2:]]}={value}")
-    return found
-
-
 def _budget(text: str | float | None) -> str | float | None:
     """Read a share, as ``0.5``; what else there is has a unit."""
     return float(text) if isinstance(text, str) and re.fullmatch(r"[01]?\.\d*", text) else text
 
 
-def _check_output(path: Path, arguments: Sequence[str]) -> None:
+def _check_output(path: Path, files: Sequence[str]) -> None:
     """Refuse to write over what is no plan, or over what this plan adds to."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"--output: there is no folder '{path.parent}'.")
-    if path.resolve() in (Path(word.removeprefix("--config=")).resolve() for word in arguments):
+    if path.resolve() in (Path(file).resolve() for file in files):
         raise MisconfigurationException(f"--output={path} is a --config of this plan: remove it there.")
     if path.exists() and (path.is_dir() or not path.read_bytes().startswith(_MARK.encode())):
         raise MisconfigurationException(f"--output={path} exists and is not a plan of {PROGRAM}: name another file.")

@@ -3,13 +3,12 @@
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
 from importlib.resources import files
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-WIDTHS = {"wide": 860, "narrow": 440}  # of a drawing, in pixels: its letters are as large on a small screen
+WIDTH = 860  # of a drawing, in pixels
 LETTER = 8.4  # width, in pixels
 _WIDTH, _ABOVE, _GAP, _MARGIN = 1240, 64, 24, 18  # of a picture, in pixels: a drawing with its title and tables
 _LINE, _LETTERS = 23, 36  # of a table in a picture: pixels, characters of a line
@@ -94,7 +93,7 @@ class Picture:
     lead: str  # a sentence below the title of a page
     name: str  # of what is drawn, for those who do not see it
     height: int  # of the drawing, in pixels
-    draw: Callable[[int], Iterable[str]]  # returns elements of SVG for a width
+    drawing: str  # elements of SVG
     side: Sequence[Rows]  # next to the drawing
     is_good: bool | None = None  # None: no judgement
     tables: Sequence[Rows] = ()  # below, in a page
@@ -114,19 +113,15 @@ class Picture:
             file.write_text(self.page() if ending == ".html" else self.svg(), encoding="utf-8")
 
     def page(self) -> str:
-        """Return a page of HTML, which needs nothing else; it shows one of two drawings, by the size of the screen."""
-        drawings = (
-            f'<svg class="{kind}" viewBox="0 0 {width} {self.height}" role="img" aria-label="{escape(self.name)}">'
-            f"{''.join(self.draw(width))}</svg>"
-            for kind, width in WIDTHS.items()
-        )
+        """Return a page of HTML, which needs nothing else."""
+        head = f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="{escape(self.name)}">'
         return fill(
             "page.html",
             style=_read("drawing.css"),
             title=escape(self.title),
             color=self._color,
             lead=escape(self.lead),
-            drawing="".join(drawings),
+            drawing=f"{head}{self.drawing}</svg>",
             side="".join(rows.html() for rows in self.side),
             tables="".join(rows.html() for rows in self.tables),
             notes="".join(f"<p>Note: {escape(note)}</p>" for note in self.notes),
@@ -135,7 +130,7 @@ class Picture:
 
     def svg(self) -> str:
         """Return a picture that needs nothing else, in light colors."""
-        left, y, tables = WIDTHS["wide"] + _GAP, _ABOVE + 6.0, ""
+        left, y, tables = WIDTH + _GAP, _ABOVE + 6.0, ""
         for rows in self.side:
             drawn, y = _draw_rows(rows, left, y, _WIDTH - _MARGIN)
             tables += drawn
@@ -147,7 +142,7 @@ class Picture:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
             f'font-family="DejaVu Sans, Verdana, sans-serif"><style>{_read("drawing.css")}</style>'
             f"{rectangle(0, 0, _WIDTH, height, 'paper')}{text_at(_GAP, 36, self.title, title)}"
-            f'<g transform="translate(0 {_ABOVE})">{"".join(self.draw(WIDTHS["wide"]))}</g>'
+            f'<g transform="translate(0 {_ABOVE})">{self.drawing}</g>'
             f"{tables}{''.join(notes)}</svg>"
         )
 
@@ -278,7 +273,6 @@ def _style_of(element: ElementTree.Element) -> dict[str, str]:
 
 
 _SLOW, _FEWER = 5.0, 2.0
-Spot = tuple[float, float]
 
 
 def slowest_shown(times: Sequence[float]) -> float:
@@ -286,11 +280,3 @@ def slowest_shown(times: Sequence[float]) -> float:
     first = min(times)
     slowest = max(time for time in times if time - first <= _SLOW * (median(times) - first))
     return slowest if first < slowest and max(times) - first > _FEWER * (slowest - first) else max(times)
-
-
-def stairs(front: Sequence[Spot]) -> list[Spot]:
-    """Return the corners of a Pareto front: as small as so far until the next is reached."""
-    corners = list(front[:1])
-    for (_, before), (time, size) in pairwise(front):
-        corners += [(time, before), (time, size)]
-    return corners

@@ -21,7 +21,7 @@ from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate, StageEs
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
 from lightning_vram.memory.tracking.tracker import HELD
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.drawing import LETTER, WIDTHS, Picture, fill, rectangle, text_at, ticks, unit_of
+from lightning_vram.report.drawing import LETTER, WIDTH, Picture, fill, rectangle, text_at, ticks, unit_of
 from lightning_vram.report.progress import shown
 from lightning_vram.report.tables import Rows, as_text, label
 
@@ -262,7 +262,7 @@ def picture(estimate: MemoryEstimate, title: str = "") -> Picture:
         lead=peak_sentence(estimate),
         name=step.words,
         height=HEIGHT,
-        draw=lambda width: _Drawing(estimate, step, axis_bytes(estimate), width - MARGIN).elements(),
+        drawing=_Drawing(estimate, step, axis_bytes(estimate), WIDTH - MARGIN).elements(),
         side=side,
         tables=tables,
         notes=estimate.notes,
@@ -277,26 +277,24 @@ def side_by_side(estimates: Mapping[str, MemoryEstimate], title: str, notes: Seq
     kinds = [kind for kind in reversed(COLORS) if any(kind in step.categories for step in steps)]
     lines = [(label(kind), *(format_bytes(estimate.by_category[kind]) for estimate in shown)) for kind in kinds]
 
-    def draw(width: int) -> Iterable[str]:
-        part = width // len(shown)
-        for number, (name, estimate, step) in enumerate(zip(estimates, shown, steps, strict=True)):
-            words = text_at(LEFT, 0, name, "strong" if estimate.fits else "strong bad")
-            drawn = "".join(_Drawing(estimate, step, max(map(axis_bytes, shown)), part - MARGIN).elements())
-            yield f'<g transform="translate({number * part} {_TITLE})">{words}{drawn}</g>'
-
+    drawing, width = "", WIDTH // len(shown)
+    for number, (name, estimate, step) in enumerate(zip(estimates, shown, steps, strict=True)):
+        words = text_at(LEFT, 0, name, "strong" if estimate.fits else "strong bad")
+        drawn = _Drawing(estimate, step, max(map(axis_bytes, shown)), width - MARGIN).elements()
+        drawing += f'<g transform="translate({number * width} {_TITLE})">{words}{drawn}</g>'
     return Picture(
         title=title,
         lead="",
         name=title,
         height=HEIGHT + _TITLE,
-        draw=draw,
+        drawing=drawing,
         side=[Rows("tensors at the peak", lines, [COLORS[kind] for kind in kinds])],
         notes=notes,
     )
 
 
 def _read(estimate: MemoryEstimate) -> Step:
-    return read_step(estimate.timeline, WIDTHS["wide"], estimate.main_stage.first_event)
+    return read_step(estimate.timeline, WIDTH, estimate.main_stage.first_event)
 
 
 @dataclass(frozen=True)
@@ -306,13 +304,10 @@ class _Drawing:
     most_bytes: float  # at the end of the axis
     right: int
 
-    def elements(self) -> Iterable[str]:
-        yield from self._phases()
-        yield from self._axis()
-        yield from self._areas()
-        yield from self._lines()
-        yield from self._peak()
-        yield text_at((LEFT + self.right) / 2, BOTTOM + 26, self.step.words, "middle faint small")
+    def elements(self) -> str:
+        parts = (self._phases, self._axis, self._areas, self._lines, self._peak)
+        words = text_at((LEFT + self.right) / 2, BOTTOM + 26, self.step.words, "middle faint small")
+        return "".join(element for part in parts for element in part()) + words
 
     def _x(self, column: float) -> float:
         return LEFT + column / len(self.step.columns) * (self.right - LEFT)
