@@ -47,7 +47,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if args is None else args)
     try:
-        _run(arguments, is_process=args is None)
+        _run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
         if is_debugging():
@@ -58,7 +58,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(BROKEN_PIPE)
 
 
-def _run(arguments: list[str], *, is_process: bool) -> None:
+def _run(arguments: list[str]) -> None:
     command = arguments[0] if arguments else ""
     if command in _HELP:
         main_parser().print_help()
@@ -75,9 +75,10 @@ def _run(arguments: list[str], *, is_process: bool) -> None:
     elif command in COMMANDS or command.startswith("-"):
         from lightning_vram.commands.run import run  # seconds
 
-        run(arguments, _show, is_process=is_process)
+        run(arguments, _show)
     else:
-        _refuse(command)
+        got = f"got {command!r}" if command else "got none"
+        fail(f"expected a command, one of {', '.join(COMMANDS)}, {got}.{did_you_mean(command, COMMANDS)}")
 
 
 def _run_on_files(command: str, *args: str) -> None:
@@ -92,21 +93,13 @@ def _run_on_files(command: str, *args: str) -> None:
         fail(describe(error))
 
 
-def _refuse(command: str) -> None:
-    got = f"got {command!r}" if command else "got none"
-    fail(f"expected a command, one of {', '.join(COMMANDS)}, {got}.{did_you_mean(command, COMMANDS)}")
-
-
 def _show(result: RenderableType) -> None:
     if isinstance(result, str):
         print(result)
-    else:
-        _console(result).print(result)
-
-
-def _console(shown: RenderableType) -> Console:
+        return
     console = Console()
-    if console.is_terminal:
-        return console
-    # In a log file there is no terminal to ask: a table cut to 80 columns would lose its numbers.
-    return Console(width=max(_MIN_TABLE_WIDTH, Console(width=_MAX_TABLE_WIDTH).measure(shown).maximum))
+    if not console.is_terminal:
+        # In a log file there is no terminal to ask: a table cut to 80 columns would lose its numbers.
+        widest = Console(width=_MAX_TABLE_WIDTH).measure(result).maximum
+        console = Console(width=max(_MIN_TABLE_WIDTH, widest))
+    console.print(result)

@@ -29,8 +29,7 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Transform each position."""
-        inner = F.gelu(self.expand(self.norm(hidden)), approximate="tanh")
-        out: Tensor = self.project(inner)
+        out: Tensor = self.project(F.gelu(self.expand(self.norm(hidden)), approximate="tanh"))
         return out
 
 
@@ -218,30 +217,22 @@ class SourceText(pl.LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Tensor]:
-        windows = self._windows(self._split()[0][: self.num_train_bytes])
+        windows = self._windows(is_training=True)
         is_many = len(windows) > self.batch_size
         return DataLoader(windows, batch_size=self.batch_size, shuffle=True, drop_last=is_many, collate_fn=_collate)
 
     @override
     def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(self._windows(self._split()[1]), batch_size=self.batch_size, collate_fn=_collate)
+        return DataLoader(self._windows(is_training=False), batch_size=self.batch_size, collate_fn=_collate)
 
-    @override
-    def test_dataloader(self) -> DataLoader[Tensor]:
-        return self.val_dataloader()
+    test_dataloader = predict_dataloader = val_dataloader
 
-    @override
-    def predict_dataloader(self) -> DataLoader[Tensor]:
-        return self.val_dataloader()
-
-    def _split(self) -> tuple[Tensor, Tensor]:
+    def _windows(self, *, is_training: bool) -> Any:
+        """Return consecutive windows of T + 1 bytes; each starts with the last byte of the one before."""
         self.setup("fit")
         assert self._text is not None
         start = len(self._text) - len(self._text) // VALIDATION_SHARE
-        return self._text[:start], self._text[start:]
-
-    def _windows(self, text: Tensor) -> Any:
-        """Return consecutive windows of T + 1 bytes; each starts with the last byte of the one before."""
+        text = self._text[:start][: self.num_train_bytes] if is_training else self._text[start:]
         return text.unfold(0, self.sequence_length + 1, self.sequence_length)
 
 
@@ -393,40 +384,34 @@ class DigitsData(pl.LightningDataModule):
         super().__init__()
         self.batch_size = batch_size
         self.image_size = image_size
-        self._digits: tuple[Tensor, Tensor] | None = None
+        self._digits: TensorDataset | None = None
 
     @override
     def setup(self, stage: str) -> None:
-        if self._digits is None:
-            images, labels = _load_digits()
-            size = (self.image_size, self.image_size)
-            self._digits = F.interpolate(images, size, mode="bilinear", align_corners=False), labels
+        if self._digits is not None:
+            return
+        try:
+            from sklearn.datasets import load_digits  # an extra: the package imports without it
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError(
+                "DigitsData needs scikit-learn, which is not installed: pip install scikit-learn"
+            ) from None
+        digits, size = load_digits(), (self.image_size, self.image_size)
+        images = torch.as_tensor(digits.images / MAX_PIXEL, dtype=torch.float32).unsqueeze(1)
+        images = F.interpolate(images, size, mode="bilinear", align_corners=False)
+        self._digits = TensorDataset(images, torch.as_tensor(digits.target, dtype=torch.int64))
 
     @override
     def train_dataloader(self) -> DataLoader[_Batch]:
-        return DataLoader(self._slice(slice(None, -NUM_VALIDATION)), batch_size=self.batch_size, shuffle=True)
+        return self._loader(slice(None, -NUM_VALIDATION), shuffle=True)
 
     @override
     def val_dataloader(self) -> DataLoader[_Batch]:
-        return DataLoader(self._slice(slice(-NUM_VALIDATION, None)), batch_size=self.batch_size)
+        return self._loader(slice(-NUM_VALIDATION, None), shuffle=False)
 
-    @override
-    def predict_dataloader(self) -> DataLoader[_Batch]:
-        return self.val_dataloader()
+    predict_dataloader = val_dataloader
 
-    def _slice(self, part: slice) -> TensorDataset:
+    def _loader(self, part: slice, *, shuffle: bool) -> DataLoader[_Batch]:
         self.setup("fit")
         assert self._digits is not None
-        return TensorDataset(*(tensor[part] for tensor in self._digits))
-
-
-def _load_digits() -> tuple[Tensor, Tensor]:
-    try:
-        from sklearn.datasets import load_digits  # an extra: the package imports without it
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "DigitsData needs scikit-learn, which is not installed: pip install scikit-learn"
-        ) from None
-    digits = load_digits()
-    images = torch.as_tensor(digits.images / MAX_PIXEL, dtype=torch.float32).unsqueeze(1)
-    return images, torch.as_tensor(digits.target, dtype=torch.int64)
+        return DataLoader(TensorDataset(*self._digits[part]), batch_size=self.batch_size, shuffle=shuffle)

@@ -4,12 +4,9 @@ pytest itself loads ``pytest_lightning_vram``, which imports this module when a 
 this package takes seconds, and most tests need nothing of it. Lightning is not needed.
 """
 
-import json
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -71,22 +68,3 @@ class PeakMemory:
                 f"{name}: peak memory has grown {growth}, from {old:,} to {new:,} bytes ({format_bytes(old)} to "
                 f"{format_bytes(new)}); allowed: {self.tolerance:g} %. If this is intended: {way_out}"
             )
-
-
-def read_peaks(path: Path) -> dict[str, int]:
-    """Read a JSON file of peaks: bytes by node id."""
-    try:
-        found = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not a --vram-baseline file: {error}.") from None
-    if not isinstance(found, dict) or any(type(value) is not int for value in found.values()):
-        raise ValueError(f"{path} is not a --vram-baseline file: it must map tests to bytes.")
-    return found
-
-
-def write_peaks(path: Path, peaks: dict[str, int]) -> None:
-    """Write a file of peaks, sorted, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(peaks, indent=1, sort_keys=True) + "\n")
-    part.replace(path)

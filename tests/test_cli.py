@@ -373,13 +373,13 @@ class Broken(LitTiny):
         {}["nokey"]
 
 
-def test_a_mistake_in_the_users_module_names_its_line(capsys, monkeypatch):
+def test_a_mistake_in_the_users_module_is_one_line(capsys, monkeypatch):
     line = fail(["fit", f"--model={__name__}.Broken", "--trainer.accelerator=cpu"], capsys)
-    assert re.fullmatch(r"'nokey' \(test_cli\.py, line \d+; LIGHTNING_VRAM_DEBUG=1 shows where\)", line)
+    assert line == "'nokey' (LIGHTNING_VRAM_DEBUG=1 shows where)"
     Path("boom.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(Path.cwd())
     line = fail(["fit", "--model=boom.Module"], capsys)
-    assert line == "model: division by zero, got boom.Module (boom.py, line 1; LIGHTNING_VRAM_DEBUG=1 shows where)"
+    assert line == "model: division by zero, got boom.Module"
 
 
 def test_a_missing_extra_names_the_command(capsys, monkeypatch):

@@ -131,11 +131,14 @@ def test_refuses(run, arguments, message):
     assert message in output
 
 
-def test_a_file_of_something_else_is_refused(run, tmp_path):
-    (tmp_path / "peaks.json").write_text('{"a": "b"}')
+@pytest.mark.parametrize(
+    ("text", "message"), [('{"a": "b"}', "it must map tests to bytes."), ("{", "Expecting property name")]
+)
+def test_a_file_of_something_else_is_refused(run, tmp_path, text, message):
+    (tmp_path / "peaks.json").write_text(text)
     code, output = run(1000, "--vram-baseline=peaks.json")
-    assert code == 1
-    assert "peaks.json is not a --vram-baseline file: it must map tests to bytes." in output
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert f"peaks.json is not a --vram-baseline file: {message}" in output
 
 
 def run_alone(folder, *command, size=100_000):

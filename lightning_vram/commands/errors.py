@@ -3,7 +3,6 @@
 import inspect
 import os
 import re
-import sysconfig
 import traceback
 from pathlib import Path
 from pickle import UnpicklingError
@@ -39,8 +38,7 @@ _NOISE = re.compile(
 _MAX_VALUE = 80
 _MAX_LINE = 1000
 _REQUIRED = re.compile(r"the following arguments are required: (?:\w+\.)?(?P<name>\w+)$")
-_UNKNOWN_ARGUMENT = re.compile(r"unrecognized arguments: (?P<name>[^\s=]+)")
-_UNKNOWN_KEY = re.compile(r"Subcommand '\w+' does not accept option '(?P<name>[\w.]+)'")
+_UNKNOWN = re.compile(r"(?:unrecognized arguments: |Subcommand '\w+' does not accept option ')(?P<name>[^\s=']+)")
 
 
 def condense_error(message: str) -> str:
@@ -70,20 +68,14 @@ def explain(message: str) -> str:
     if found := _REQUIRED.match(line):
         name = found["name"]
         return f"{name} is missing: name it with --{name}, or in a file with --config FILE."
-    if found := _UNKNOWN_ARGUMENT.match(line):
-        return line + _unknown_argument(found["name"])
-    if found := _UNKNOWN_KEY.match(line):
-        return line + _unknown_argument(f"--{found['name']}").replace("--", "")
+    if found := _UNKNOWN.match(line):
+        known = [*FIT_OPTIONS, "--ckpt_path", "--compare_with_baseline"]
+        known += (f"--{one}" for command in (ESTIMATE, PLAN) for one in options_of(command))
+        known += (f"--trainer.{one}" for one in inspect.signature(pl.Trainer).parameters)
+        by_last = {_last_word(one): one for one in known}  # a common "--trainer." does not make names alike
+        hint = did_you_mean(_last_word(found["name"]), by_last, by_last.__getitem__)
+        return f"{line}.{hint if found['name'].startswith('-') else hint.replace('--', '')}" if hint else line
     return line
-
-
-def _unknown_argument(name: str) -> str:
-    known = [*FIT_OPTIONS, "--ckpt_path", "--compare_with_baseline"]
-    known += (f"--{one}" for command in (ESTIMATE, PLAN) for one in options_of(command))
-    known += (f"--trainer.{one}" for one in inspect.signature(pl.Trainer).parameters)
-    by_last = {_last_word(one): one for one in known}  # a common "--trainer." does not make names alike
-    hint = did_you_mean(_last_word(name), by_last, by_last.__getitem__)
-    return f".{hint}" if hint else ""
 
 
 def _last_word(name: str) -> str:
@@ -94,7 +86,7 @@ _CONFIGURATION = (MisconfigurationException, OmegaConfBaseException)
 _OWN_KINDS = (CheckpointError, FileNotFoundError, IsADirectoryError, ModuleNotFoundError, ValueError, UnpicklingError)
 _OWN, _LIGHTNING = (f"{Path(file).parent}{os.sep}" for file in (Path(__file__).parent, str(lightning.__file__)))
 _ARGUMENTS = f"{_LIGHTNING}pytorch/trainer/connectors/"  # which check the arguments of a Trainer
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+WHERE = f" ({DEBUG_VARIABLE}=1 shows where)"
 
 
 def is_complete_message(error: Exception) -> bool:
@@ -103,39 +95,24 @@ def is_complete_message(error: Exception) -> bool:
     return isinstance(error, _CONFIGURATION) or (is_checked and isinstance(error, _OWN_KINDS))
 
 
-def is_mistake_of_user(error: Exception, *, is_running: bool) -> bool:
-    """Whether one line is enough for an error; ``is_running``: the user's code ran, in which bugs may be."""
-    if is_running and isinstance(error, FileNotFoundError):  # a checkpoint that is missing
-        return is_complete_message(error) or _raised_in(error).startswith(_LIGHTNING)
-    kinds = () if is_running else (*_OWN_KINDS, RecursionError, TypeError)
-    return is_complete_message(error) or isinstance(error, kinds)
+def line_for(error: Exception, *, is_running: bool) -> str | None:
+    """Return the line that is enough for a mistake of the user; ``None`` for a bug, whose traceback is needed.
 
-
-def one_line(error: Exception) -> str:
-    """Return the line."""
+    ``is_running``: the user's code ran, in which bugs may be.
+    """
+    is_complete, is_of_lightning = is_complete_message(error), _raised_in(error).startswith(_LIGHTNING)
+    if is_running:
+        is_mistake = isinstance(error, FileNotFoundError) and is_of_lightning  # a checkpoint that is missing
+    else:
+        is_mistake = isinstance(error, (*_OWN_KINDS, RecursionError, TypeError))
+    if not (is_complete or is_mistake):
+        return None
     if isinstance(error, RecursionError):
         return "the configuration is nested too deeply."
     if isinstance(error, UnicodeDecodeError):
         return "a file of the configuration is not text."
-    is_of_user = not (is_complete_message(error) or _raised_in(error).startswith(_LIGHTNING))
-    line = explain(str(error)) + (where(error) if is_of_user else "")
+    line = explain(str(error)) + ("" if is_complete or is_of_lightning else WHERE)
     return re.sub(r"\b(?:estimate_memory|plan_memory)\((\w+)\)|\b(plot)\(path\)", r"--\1\2", line)
-
-
-def where(error: BaseException | None) -> str:
-    """Return, for the end of a line, how to see where an error comes from, and the line of the user's code."""
-    return f" ({' '.join(filter(None, (place_of(error), f'{DEBUG_VARIABLE}=1 shows where')))})"
-
-
-def place_of(error: BaseException | None) -> str:
-    """Return "file, line;" of the user's code where an error began; empty if it has not passed there."""
-    place = ""
-    while error is not None:
-        for frame in traceback.extract_tb(error.__traceback__):
-            if not frame.filename.startswith((*_LIBRARIES, _OWN, "<")):
-                place = f"{Path(frame.filename).name}, line {frame.lineno};"
-        error = error.__cause__ or error.__context__
-    return place
 
 
 def _raised_in(error: Exception) -> str:
@@ -153,4 +130,4 @@ class CommandParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error or is_debugging():
             super().error(message, ex)
-        fail(explain(message) + (where(ex) if place_of(ex) else ""))
+        fail(explain(message))

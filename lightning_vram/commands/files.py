@@ -52,12 +52,12 @@ def consolidate_folder(args: Sequence[str]) -> Iterator[str]:
     if not all((given.folder / name).is_file() for name in (".metadata", "meta.pt")):  # before PyTorch is imported
         raise FileNotFoundError(f"{given.folder} is not a sharded checkpoint: a folder with .metadata and meta.pt.")
     from lightning_vram.core.ranks import CheckpointError
-    from lightning_vram.report.progress import ProgressDisplay
+    from lightning_vram.report.progress import show_progress
     from lightning_vram.techniques.sharded_checkpoints import consolidate
 
     options = {"weights_only": given.weights_only == "true", "verify": given.verify == "true"}
     try:
-        with ProgressDisplay() as on_progress:
+        with show_progress() as on_progress:
             consolidate(given.folder, given.file, **options, on_progress=on_progress)
     except CheckpointError as error:
         raise ValueError(str(error)) from error
@@ -80,14 +80,14 @@ def calibrate_device(args: Sequence[str]) -> Iterator[str]:
     from lightning_vram.memory.device.accelerators import current_kind, has_statistics
     from lightning_vram.memory.estimate.device_spec import write_calibration
     from lightning_vram.memory.estimate.workspaces import calibrate
-    from lightning_vram.report.progress import ProgressDisplay
+    from lightning_vram.report.progress import show_progress
 
     if not has_statistics(current_kind()):
         raise ValueError(
             "calibrate found no GPU on this machine. Run it on a machine with one. Estimates need no calibration for "
             f"the GPUs that `{PROGRAM} estimate --device list` prints."
         )
-    with ProgressDisplay() as on_progress:
+    with show_progress() as on_progress:
         spec = calibrate(on_progress)
     write_calibration(spec, output)
     yield f"{output}: {spec.name}, {format_bytes(spec.memory_bytes)}."

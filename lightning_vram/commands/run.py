@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import sys
 import tempfile
 import warnings
@@ -26,18 +25,11 @@ from torch import Tensor
 from typing_extensions import override
 
 import lightning_vram.public_names  # noqa: F401 - registers strategies, and lets classes be found by short names
-from lightning_vram.argument_checks import check_choice
+from lightning_vram.argument_checks import check_choice, check_positive_int
 from lightning_vram.callbacks.auto_vram import AutoVRAM
 from lightning_vram.callbacks.slurm_requeue import SlurmJob, SlurmRequeue, check_job
 from lightning_vram.callbacks.vram_monitor import VRAMMonitor
-from lightning_vram.commands.errors import (
-    PARSER_MODE,
-    CommandParser,
-    is_complete_message,
-    is_mistake_of_user,
-    one_line,
-    where,
-)
+from lightning_vram.commands.errors import PARSER_MODE, WHERE, CommandParser, is_complete_message, line_for
 from lightning_vram.commands.options import DOES_NOT_FIT, ESTIMATE, PLAN, PROGRAM, fail, is_debugging, options_of
 from lightning_vram.estimation.estimate import spec_of
 from lightning_vram.memory.device.accelerators import configure_allocator, empty_cache
@@ -54,7 +46,7 @@ from lightning_vram.report.comparison import FitResult, comparison_table
 from lightning_vram.report.drawing import check_picture_path
 from lightning_vram.report.estimate import estimate_memory, estimate_table
 from lightning_vram.report.plan import choices, plan_memory, plan_table
-from lightning_vram.report.progress import ProgressDisplay
+from lightning_vram.report.progress import show_progress
 from lightning_vram.startup import let_through
 from lightning_vram.strategies.fsdp_offload import STRATEGY_NAMES
 from lightning_vram.techniques.sharded_checkpoints import read_values
@@ -73,20 +65,16 @@ class VRAMCLI(LightningCLI):
     prints peak memory, time per step and equality of the weights side by side.
     """
 
-    def __init__(self, show: Callable[[RenderableType], None], **kwargs: Any) -> None:
+    is_running = False
+
+    def __init__(self, arguments: list[str], show: Callable[[RenderableType], None]) -> None:
         self._show = show
-        # Without it, ${model.width} in a file is looked up from the root, where it is fit.model.width.
-        set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
-        self.is_running = False
+        about = "Train in a fraction of the GPU memory."
         super().__init__(
+            args=arguments,
             parser_class=CommandParser,
-            parser_kwargs={
-                "parser_mode": PARSER_MODE,
-                "prog": PROGRAM,
-                "description": "Train in a fraction of the GPU memory.",
-            },
+            parser_kwargs={"parser_mode": PARSER_MODE, "prog": PROGRAM, "description": about},
             save_config_kwargs={"overwrite": True},
-            **kwargs,
         )
 
     @override
@@ -100,7 +88,7 @@ class VRAMCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        super().parse_arguments(parser, args)
+        self.config = parser.parse_args(args)  # without a word about sys.argv
         path = self.config[self.config.subcommand].get("ckpt_path") if "subcommand" in self.config else None
         if path is not None and Path(path).is_file():
             read_values(Path(path), weights_only=True)  # a clear error if it is no checkpoint; Lightning reads it next
@@ -112,19 +100,17 @@ class VRAMCLI(LightningCLI):
     @override
     def after_instantiate_classes(self) -> None:
         if self.subcommand == "fit" and read_argument(self, "compare_with_baseline"):
-            if read_argument(self, "seed_everything") is False:
-                raise MisconfigurationException(
-                    "compare_with_baseline=true needs a seed for both fits, got seed_everything=false. Give a number."
-                )
-            if _find(self, VRAMMonitor) is None:
-                raise MisconfigurationException(
-                    "compare_with_baseline=true needs a lightning_vram.VRAMMonitor among trainer.callbacks, got none."
-                )
-            if not self._own_names():
-                raise MisconfigurationException(
-                    "compare_with_baseline=true needs features of lightning_vram to leave out of trainer.callbacks, "
-                    "trainer.plugins or trainer.strategy, got none."
-                )
+            needs = {
+                "a seed for both fits, got seed_everything=false. Give a number.": (
+                    read_argument(self, "seed_everything") is not False
+                ),
+                "a lightning_vram.VRAMMonitor among trainer.callbacks, got none.": _find(self, VRAMMonitor),
+                "features of lightning_vram to leave out of trainer.callbacks, trainer.plugins or trainer.strategy, "
+                "got none.": self._own_names(),
+            }
+            for need, found in needs.items():
+                if not found:
+                    raise MisconfigurationException(f"compare_with_baseline=true needs {need}")
         if _find(self, SlurmRequeue) is None:
             let_through()
         self.is_running = True
@@ -178,7 +164,7 @@ class VRAMCLI(LightningCLI):
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                return FitResult(peak=None, seconds_per_batch=None, weights=None)
+                return FitResult()
             return _read_result(self)
 
 
@@ -195,10 +181,9 @@ def _find(cli: LightningCLI, kind: type[_Kind]) -> _Kind | None:
 
 def _draw_step(cli: LightningCLI) -> Path | None:
     """Draw the step that was tracked, in the log folder of the run."""
-    monitor = _find(cli, VRAMMonitor)
+    monitor, auto = _find(cli, VRAMMonitor), _find(cli, AutoVRAM)
     if monitor is None or monitor.path is None or monitor.timeline is None or cli.trainer.global_rank:
         return None
-    auto = _find(cli, AutoVRAM)
     path = Path(cli.trainer.log_dir or ".") / "step.html"
     monitor.plot(path, limit=None if auto is None else auto.budget_bytes)
     return path
@@ -207,9 +192,8 @@ def _draw_step(cli: LightningCLI) -> Path | None:
 def _read_result(cli: LightningCLI) -> FitResult:
     """Return what there is to compare."""
     monitor = _find(cli, VRAMMonitor)
+    assert monitor is not None  # see after_instantiate_classes
     weights = {name: tensor.detach().cpu().clone() for name, tensor in cli.model.state_dict().items()}
-    if monitor is None:
-        return FitResult(peak=None, seconds_per_batch=None, weights=weights)
     return FitResult(monitor.peaks.get("train"), monitor.seconds_per_batch, weights)
 
 
@@ -238,12 +222,10 @@ def make_batch(shape: Any, dtype: Any = "float32", high: Any = 2) -> Any:
 
 
 def _make_tensor(shape: list[Any], dtype: Any, high: Any) -> Tensor:
-    if not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in shape):
-        raise ValueError(f"batch.shape must be whole numbers of at least 1, got {shape!r}.")
-    if dtype not in _DTYPES:
-        raise ValueError(f"batch.dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}.")
-    if not isinstance(high, int) or isinstance(high, bool) or high < 1:
-        raise ValueError(f"batch.high must be a whole number of at least 1, got {high!r}.")
+    for size in shape:
+        check_positive_int("batch.shape", size)
+    check_choice("batch.dtype", dtype, _DTYPES)
+    check_positive_int("batch.high", high)
     kind: torch.dtype = getattr(torch, dtype)
     if kind.is_floating_point or kind is torch.bool:
         return torch.zeros(shape, dtype=kind)
@@ -267,15 +249,14 @@ class DryRunCLI(LightningCLI):
 
     answer: Sequence[RenderableType] = ()  # what is printed; text is printed unchanged
     exit_code = 0
+    is_running = False
+    _batch: Any = None
+    _device: str | DeviceSpec = ""
 
-    def __init__(self, name: str, args: Sequence[str]) -> None:
-        set_parsing_settings(omegaconf_absolute_to_relative_paths=True)  # as for `fit`
-        self.is_running = False
+    def __init__(self, name: str, args: list[str]) -> None:
         self._name, self._args = name, args
-        self._batch: Any = None
-        self._device: str | DeviceSpec = ""
         super().__init__(
-            args=list(args),
+            args=args,
             run=False,
             save_config_callback=None,
             parser_class=CommandParser,
@@ -338,20 +319,19 @@ class DryRunCLI(LightningCLI):
         self.is_running = True
         trainer: dict[str, Any] = self.trainer  # type: ignore[assignment]
         config = self.config
-        devices, num_nodes = config.devices, config.num_nodes
+        devices = _count_devices(trainer["devices"]) if config.devices is None else config.devices
         answer = _plan if self._name == PLAN else _estimate
         try:
-            with ProgressDisplay() as on_progress:
+            with show_progress() as on_progress:
                 self.answer, self.exit_code = answer(
                     config,
-                    self._args,
                     module=self.model,
                     batch=self._batch,
                     datamodule=self.datamodule if self._batch is None else None,
                     device=self._device,
                     trainer=trainer,
-                    devices=_count_devices(trainer["devices"]) if devices is None else devices,
-                    num_nodes=trainer["num_nodes"] if num_nodes is None else num_nodes,
+                    devices=devices,
+                    num_nodes=trainer["num_nodes"] if config.num_nodes is None else config.num_nodes,
                     run_callbacks=config.run_callbacks,
                     on_progress=on_progress,
                 )
@@ -361,7 +341,7 @@ class DryRunCLI(LightningCLI):
             raise MisconfigurationException(
                 f"the step fails on the batch of --batch.shape: {type(error).__name__}: {error}. Check --batch.shape, "
                 "--batch.dtype and --batch.high: token ids need --batch.dtype int64 and --batch.high with the size of "
-                f"the vocabulary.{where(error)}"
+                f"the vocabulary.{WHERE}"
             ) from error
 
     def _make_optimizers_late(self) -> None:
@@ -408,20 +388,18 @@ def _estimate_values(estimate: MemoryEstimate) -> dict[str, Any]:
 _Answer = tuple[list[RenderableType], int]  # with the exit code
 
 
-def _estimate(config: Namespace, _: Sequence[str], **arguments: Any) -> _Answer:
+def _estimate(config: Namespace, **arguments: Any) -> _Answer:
     estimate = estimate_memory(**arguments)
     exit_code = 0 if estimate.fits else DOES_NOT_FIT
     if config.plot is not None:
         estimate.plot(config.plot)
     if config.json:
         return [json.dumps(_estimate_values(estimate), indent=2)], exit_code
-    drawn = [f"\n{config.plot}: picture of the step."] if config.plot is not None else []
-    return [estimate_table(estimate), *drawn], exit_code
+    drawn = "" if config.plot is None else f"\n{config.plot}: picture of the step."
+    return [estimate_table(estimate), *filter(None, [drawn])], exit_code
 
 
-_MARK = f"# Made by `{PROGRAM} {PLAN}`. Run: "
-_EXAMPLE = "plan.yaml"
-_IN_FIT = {"precision": "trainer.precision", "devices": "trainer.devices", "num_nodes": "trainer.num_nodes"}
+_MARK = f"# Made by `{PROGRAM} {PLAN}`: a --config for `{PROGRAM} fit`, after your own.\n"
 
 
 def _check_plan(config: Namespace, spec: DeviceSpec, args: Sequence[str]) -> None:
@@ -431,10 +409,10 @@ def _check_plan(config: Namespace, spec: DeviceSpec, args: Sequence[str]) -> Non
         parse_limit(config.host_memory, "--host_memory")
     check_choice("--allow", config.allow, LEVELS)
     if config.output is not None:
-        _check_output(Path(config.output), fit_arguments(args))
+        _check_output(Path(config.output), re.findall(r"(?:--config|-c)[= ](\S+)", " ".join(args)))
 
 
-def _plan(config: Namespace, args: Sequence[str], **arguments: Any) -> _Answer:
+def _plan(config: Namespace, **arguments: Any) -> _Answer:
     """Plan, draw and write. Where nothing fits, the error names alternatives."""
     given = {"budget": _budget(config.budget), "host_memory": config.host_memory, "allow": config.allow}
     try:
@@ -445,22 +423,18 @@ def _plan(config: Namespace, args: Sequence[str], **arguments: Any) -> _Answer:
             fail(message, DOES_NOT_FIT)
         least = {"minimum_bytes": error.minimum_bytes, "minimum": str(error.least.scheme)}
         return [json.dumps({"fits": False, **least, "message": message}, indent=2)], DOES_NOT_FIT
-    command = shlex.join([PROGRAM, "fit", *fit_arguments(args), "--config", config.output or _EXAMPLE])
-    text = f"{_MARK}{command}\n{plan.to_yaml()}"
+    text = f"{_MARK}{plan.to_yaml()}"
+    command = f"{PROGRAM} fit ... --config {config.output or 'plan.yaml'}"
+    answer: list[RenderableType] = [plan_table(plan)]
     if config.plot is not None:
         plan.plot(config.plot)
+        answer.append(f"\n{config.plot}: picture of memory against step time.")
     if config.output is not None:
         Path(config.output).write_text(text, encoding="utf-8")
-    if config.json:
-        return [json.dumps(_plan_values(plan), indent=2)], 0
-    notes = {
-        f"\n{config.plot}: picture of memory against step time.": config.plot is not None,
-        f"\n{config.output}: the plan. Run: {command}": config.output is not None,
-        f"\n{text}\nSave this as {_EXAMPLE}, or add -o {_EXAMPLE}, and run: {command}": (
-            plan.is_needed and config.output is None
-        ),
-    }
-    return [plan_table(plan), *(note for note, holds in notes.items() if holds)], 0
+        answer.append(f"\n{config.output}: the plan. Run: {command}")
+    elif plan.is_needed:
+        answer.append(f"\n{text}\nSave this as plan.yaml, or add -o plan.yaml, and run: {command}")
+    return [json.dumps(_plan_values(plan), indent=2)] if config.json else answer, 0
 
 
 def _plan_values(plan: MemoryPlan) -> dict[str, Any]:
@@ -475,58 +449,43 @@ def _plan_values(plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def fit_arguments(args: Sequence[str]) -> list[str]:
-    """Return arguments of ``plan`` as ``fit`` takes them."""
-    asked = {f"--{name}": option for name, option in options_of(PLAN).items()}
-    asked |= {option.short: option for option in asked.values() if option.short}
-    found: list[str] = []
-    rest = iter(args)
-    for word in rest:
-        option, is_joined, value = word.partition("=")
-        if option not in asked:
-            found.append(word)
-            continue
-        if not is_joined and asked[option].kind is not bool:
-            value = next(rest, "")
-        if option[2:] in _IN_FIT:
-            found.append(f"--{_IN_FIT[option[2:]]}={value}")
-    return found
-
-
 def _budget(text: str | float | None) -> str | float | None:
     """Read a share, as ``0.5``; what else there is has a unit."""
     return float(text) if isinstance(text, str) and re.fullmatch(r"[01]?\.\d*", text) else text
 
 
-def _check_output(path: Path, arguments: Sequence[str]) -> None:
+def _check_output(path: Path, files: Sequence[str]) -> None:
     """Refuse to write over what is no plan, or over what this plan adds to."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"--output: there is no folder '{path.parent}'.")
-    if path.resolve() in (Path(word.removeprefix("--config=")).resolve() for word in arguments):
+    if path.resolve() in (Path(file).resolve() for file in files):
         raise MisconfigurationException(f"--output={path} is a --config of this plan: remove it there.")
     if path.exists() and (path.is_dir() or not path.read_bytes().startswith(_MARK.encode())):
         raise MisconfigurationException(f"--output={path} exists and is not a plan of {PROGRAM}: name another file.")
 
 
-def run(arguments: list[str], show: Callable[[RenderableType], None], *, is_process: bool) -> None:
-    """Run a command; ``is_process``: with the arguments of this process, which launchers start again."""
+def run(arguments: list[str], show: Callable[[RenderableType], None]) -> None:
+    """Run a command."""
     # Raised inside Lightning 2.6 on torch 2.13, once per run; nothing a user can do about it.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     with suppress(RuntimeError):  # called by a program that has used CUDA before
         configure_allocator()
-    is_dry = arguments[:1] in ([ESTIMATE], [PLAN])
-    cli: Any = (DryRunCLI if is_dry else VRAMCLI).__new__(DryRunCLI if is_dry else VRAMCLI)
+    # Without it, ${model.width} in a file is looked up from the root, where it is fit.model.width.
+    set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+    kind: Any = DryRunCLI if arguments[:1] in ([ESTIMATE], [PLAN]) else VRAMCLI
+    cli = kind.__new__(kind)
     try:  # `cli` is kept when its __init__, which runs the whole command, raises
-        if not is_dry:
-            cli.__init__(show, args=None if is_process else arguments)
+        if kind is VRAMCLI:
+            cli.__init__(arguments, show)
             return
         with redirect_stdout(sys.stderr):  # what the user's code prints is no part of the answer
             cli.__init__(arguments[0], arguments[1:])
         for part in cli.answer:
             show(part)
     except Exception as error:
-        if is_debugging() or not is_mistake_of_user(error, is_running=cli.is_running):
+        line = None if is_debugging() else line_for(error, is_running=cli.is_running)
+        if line is None:
             raise
-        fail(one_line(error))
+        fail(line)
     if cli.exit_code:
         raise SystemExit(cli.exit_code)

@@ -17,54 +17,48 @@ from torch import nn
 
 from lightning_vram.estimation.fake_trainer import as_list
 from lightning_vram.memory.units import MIB, format_argument, parse_bytes
-from lightning_vram.planner.scheme import Exactness, Found, Measure, Measured, Part, Scheme, Workload, find_measured
+from lightning_vram.planner.scheme import (
+    Exactness,
+    Found,
+    Measure,
+    Measured,
+    Part,
+    Place,
+    Scheme,
+    Workload,
+    find_measured,
+)
 
-EARLY_RELEASE = Part("lightning_vram.EarlyRelease", note="frees gradients before the next forward, not after it")
-CHUNKED_LOSS = Part(
-    "lightning_vram.ChunkedLoss", exactness=Exactness.LOSSLESS, note="computes logits and loss in chunks of tokens"
+EXACT, LOSSLESS, ANY = Exactness
+
+
+def _part(name: str, note: str, exactness: Exactness = EXACT, place: Place = "callbacks", **init_args: Any) -> Part:
+    return Part(f"lightning_vram.{name}", init_args, place, exactness, note)
+
+
+EARLY_RELEASE = _part("EarlyRelease", "frees gradients before the next forward, not after it")
+CHUNKED_LOSS = _part("ChunkedLoss", "computes logits and loss in chunks of tokens", LOSSLESS)
+IN_BACKWARD = _part("OptimizerInBackward", "updates each parameter in the backward, and frees its gradient")
+CHECKPOINTING = _part("ActivationCheckpointing", "recomputes layers in the backward")
+TOKEN_TILING = _part(
+    "TokenTiling", "runs MLPs on a tile of tokens at a time, and recomputes each in the backward", LOSSLESS
 )
-IN_BACKWARD = Part(
-    "lightning_vram.OptimizerInBackward", note="updates each parameter in the backward, and frees its gradient"
+FUSION = _part("InPlaceFusion", "recomputes cheap operators in the backward")
+OFFLOAD = _part("ActivationOffload", "moves saved activations to the host")
+COMPRESSION = _part("ActivationCompression", "rounds saved activations to 8 bits", ANY, lossy="int8")
+IN_PARTS = _part("MicroBatching", "splits batches into micro-batches", LOSSLESS)
+# lossless: kernels of the host round differently
+OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST = (
+    _part("FSDPOffloadStrategy", f"keeps {what} and its state on the host", LOSSLESS, "strategy", offload=offload)
+    for offload, what in (("optimizer", "the optimizer"), ("params", "weights, the optimizer"))
 )
-CHECKPOINTING = Part("lightning_vram.ActivationCheckpointing", note="recomputes layers in the backward")
-TOKEN_TILING = Part(
-    "lightning_vram.TokenTiling",
-    exactness=Exactness.LOSSLESS,
-    note="runs MLPs on a tile of tokens at a time, and recomputes each in the backward",
+LOW_BIT, LOWER_BIT = (
+    _part("LowBitOptimizer", f"stores optimizer moments in {bits} bits", ANY, bits=bits) for bits in (8, 4)
 )
-FUSION = Part("lightning_vram.InPlaceFusion", note="recomputes cheap operators in the backward")
-OFFLOAD = Part("lightning_vram.ActivationOffload", note="moves saved activations to the host")
-COMPRESSION = Part(
-    "lightning_vram.ActivationCompression",
-    {"lossy": "int8"},
-    exactness=Exactness.ANY,
-    note="rounds saved activations to 8 bits",
+QUANTIZED = tuple(
+    _part("QuantizeFrozenWeights", f"quantizes frozen weights to {bits} bits", ANY, bits=bits) for bits in (8, 4)
 )
-IN_PARTS = Part("lightning_vram.MicroBatching", exactness=Exactness.LOSSLESS, note="splits batches into micro-batches")
-OPTIMIZER_ON_HOST = Part(
-    "lightning_vram.FSDPOffloadStrategy",
-    {"offload": "optimizer"},
-    place="strategy",
-    exactness=Exactness.LOSSLESS,  # kernels of the host round differently
-    note="keeps the optimizer and its state on the host",
-)
-WEIGHTS_ON_HOST = replace(
-    OPTIMIZER_ON_HOST,
-    init_args={"offload": "params"},
-    note="keeps weights, the optimizer and its state on the host",
-)
-LOW_BIT = Part(
-    "lightning_vram.LowBitOptimizer", {"bits": 8}, exactness=Exactness.ANY, note="stores optimizer moments in 8 bits"
-)
-LOWER_BIT = replace(LOW_BIT, init_args={"bits": 4}, note="stores optimizer moments in 4 bits")
-_IN_8_BITS = Part(
-    "lightning_vram.QuantizeFrozenWeights",
-    {"bits": 8},
-    exactness=Exactness.ANY,
-    note="quantizes frozen weights to 8 bits",
-)
-QUANTIZED = (_IN_8_BITS, replace(_IN_8_BITS, init_args={"bits": 4}, note="quantizes frozen weights to 4 bits"))
-MOMENTS = Part("lightning_vram.MomentsInBF16", exactness=Exactness.ANY, note="stores optimizer moments in bfloat16")
+MOMENTS = _part("MomentsInBF16", "stores optimizer moments in bfloat16", ANY)
 _FORMATS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
@@ -162,20 +156,14 @@ def _precision_parts(own: Mapping[str, Any]) -> list[Part]:
     format_name = _FORMATS.get(str(own.get("precision")))
     if format_name is None:
         return []
-    exact = Part(
-        "lightning_vram.LeanMixedPrecision",
-        {"precision": format_name, "recast_in_backward": True},
-        place="plugins",
-        replaces=("precision",),
-        note="saves no 16-bit copies of weights for backward",
-    )
-    rounded = replace(
-        exact,
-        init_args={**exact.init_args, "parameters": "bf16+kahan"},
-        exactness=Exactness.ANY,
-        note="stores weights and optimizer state in bfloat16, with a Kahan remainder for the weights",
-    )
-    return [exact, rounded] if format_name == "bf16" else [exact]
+    arguments = {"precision": format_name, "recast_in_backward": True}
+    parts = [
+        _part("LeanMixedPrecision", "saves no 16-bit copies of weights for backward", EXACT, "plugins", **arguments)
+    ]
+    if format_name == "bf16":
+        note = "stores weights and optimizer state in bfloat16, with a Kahan remainder for the weights"
+        parts.append(_part("LeanMixedPrecision", note, ANY, "plugins", **arguments, parameters="bf16+kahan"))
+    return [replace(part, replaces=("precision",)) for part in parts]
 
 
 def _is_mostly_frozen(module: nn.Module) -> bool:
@@ -222,7 +210,7 @@ class _Search:
                 if self._is_as_fast(baseline):
                     break
                 states = Scheme(tuple(part for part in wanted.parts if part not in self._refused))
-                if self._is_for_smaller_hosts(states) or self._is_more_than_enough(start, states):
+                if self._is_needless(start, states):
                     continue
                 whole = self._run(_on(start, states)) if states.parts else start
                 if whole is None:
@@ -252,17 +240,17 @@ class _Search:
                 break
         return start
 
-    def _is_for_smaller_hosts(self, states: Scheme) -> bool:
-        """Whether a variant with more host memory fits the host already."""
-        mode = mode_of(states)
-        same = (one for one in self._tried if mode is not None and mode_of(one.scheme) == mode)
-        return any(map(self._workload.fits_host, same))
-
-    def _is_more_than_enough(self, start: Measured, states: Scheme) -> bool:
-        """Whether it was traced, or a subset of it fits, which is faster."""
-        names = {part.name for part in (*start.scheme.parts, *states.parts)}
-        less = (one for one in self._tried if names.issuperset(part.name for part in one.scheme.parts))
-        return any(map(self._fits, less)) or any(one.scheme == _on(start, states) for one in self._sets)
+    def _is_needless(self, start: Measured, states: Scheme) -> bool:
+        """Whether it was traced, or what is faster is enough: a subset of it, or a variant with more host memory."""
+        mode, names = mode_of(states), {part.name for part in (*start.scheme.parts, *states.parts)}
+        if any(one.scheme == _on(start, states) for one in self._sets):
+            return True
+        for one in self._tried:
+            is_leaner_on_host = mode is not None and mode_of(one.scheme) == mode
+            is_more = names.issuperset(part.name for part in one.scheme.parts)
+            if (is_leaner_on_host and self._workload.fits_host(one)) or (is_more and self._fits(one)):
+                return True
+        return False
 
     def _best(self) -> Measured | None:
         return fastest(self._tried, self._fits)

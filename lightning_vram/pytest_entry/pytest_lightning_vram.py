@@ -4,6 +4,8 @@ A module of its own, since pytest imports it at each start: ``lightning_vram``, 
 imported by the first test that asks for the fixture.
 """
 
+import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 _PEAKS = "lightning_vram_peaks"  # of a worker of pytest-xdist
 _measured = pytest.StashKey[dict[str, int]]()
-_is_written = pytest.StashKey[bool]()  # the file, instead of compared with
+_known = pytest.StashKey[dict[str, int] | None]()  # that tests are compared with; None: the file is written, if any
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,46 +34,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Check the options."""
-    config.stash[_measured] = {}
-    if config.option.vram_tolerance < 0:
-        raise pytest.UsageError(f"--vram-tolerance must not be negative, got {config.option.vram_tolerance:g}")
-    if config.option.vram_baseline is None:
-        if config.option.vram_update:
-            raise pytest.UsageError("--vram-update needs --vram-baseline FILE")
-        return
-    # workers of pytest-xdist get the options: of all, only this process knows where it was called
-    config.option.vram_baseline = str(config.invocation_params.dir / config.option.vram_baseline)
-    config.stash[_is_written] = config.option.vram_update or not Path(config.option.vram_baseline).exists()
+    """Check the options, and read the file."""
+    options = config.option
+    if options.vram_tolerance < 0:
+        raise pytest.UsageError(f"--vram-tolerance must not be negative, got {options.vram_tolerance:g}")
+    config.stash[_measured], config.stash[_known] = {}, None
+    if options.vram_baseline is not None:
+        # workers of pytest-xdist get the options: of all, only this process knows where it was called
+        options.vram_baseline = str(config.invocation_params.dir / options.vram_baseline)
+        if not options.vram_update and os.path.exists(options.vram_baseline):
+            config.stash[_known] = _read_peaks(options.vram_baseline)
+    elif options.vram_update:
+        raise pytest.UsageError("--vram-update needs --vram-baseline FILE")
 
 
-@pytest.fixture(scope="session")
-def _known_peaks(pytestconfig: pytest.Config) -> dict[str, int] | None:
-    """Those that tests are compared with; ``None`` without a file, and where it is to be written."""
-    from lightning_vram.pytest_plugin import read_peaks
-
-    file = pytestconfig.option.vram_baseline
-    if file is None or pytestconfig.option.vram_update or not Path(file).exists():
-        return None
-    return read_peaks(Path(file))
+def _read_peaks(file: str) -> dict[str, int]:
+    """Read a JSON file of peaks: bytes by node id."""
+    try:
+        found = json.loads(Path(file).read_text())
+    except json.JSONDecodeError as error:
+        raise pytest.UsageError(f"{file} is not a --vram-baseline file: {error}.") from None
+    if not isinstance(found, dict) or any(type(value) is not int for value in found.values()):
+        raise pytest.UsageError(f"{file} is not a --vram-baseline file: it must map tests to bytes.")
+    return found
 
 
 @pytest.fixture
-def peak_memory(request: pytest.FixtureRequest, _known_peaks: dict[str, int] | None) -> "PeakMemory":
+def peak_memory(request: pytest.FixtureRequest) -> "PeakMemory":
     """Track the tensor bytes of a ``with`` block, exactly and without a GPU: see ``lightning_vram.track_memory``.
 
     With ``--vram-baseline FILE`` the test fails if its peak has grown.
     """
     from lightning_vram.pytest_plugin import PeakMemory
 
-    options, measured = request.config.option, request.config.stash[_measured]
-    file = "" if options.vram_baseline is None else _shown(options.vram_baseline)
-    return PeakMemory(request.node.nodeid, _known_peaks, options.vram_tolerance, file, measured)
-
-
-def _shown(file: str) -> str:
-    """The path of a file as one would type it here."""
-    return str(Path(file).relative_to(Path.cwd())) if Path(file).is_relative_to(Path.cwd()) else file
+    options, stash = request.config.option, request.config.stash
+    file = os.path.relpath(options.vram_baseline or ".")
+    return PeakMemory(request.node.nodeid, stash[_known], options.vram_tolerance, file, stash[_measured])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -81,22 +79,22 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the file; a worker hands its peaks to the process that does."""
-    config = session.config
+    """Write the file, sorted, whole or not at all; a worker hands its peaks to the process that does."""
+    config, file = session.config, session.config.option.vram_baseline
     measured = config.stash[_measured]
     if hasattr(config, "workeroutput"):
         config.workeroutput[_PEAKS] = measured
-    elif measured and config.option.vram_baseline is not None:
-        file = Path(config.option.vram_baseline)
-        if config.stash[_is_written]:
-            from lightning_vram.pytest_plugin import read_peaks, write_peaks
-
-            write_peaks(file, (read_peaks(file) if file.exists() else {}) | measured)
+    elif measured and file is not None and config.stash[_known] is None:
+        peaks = (_read_peaks(file) if os.path.exists(file) else {}) | measured
+        part = Path(f"{file}.{os.getpid()}.part")
+        part.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(peaks, indent=1, sort_keys=True) + "\n")
+        part.replace(file)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Say that peaks were compared."""
     measured = config.stash[_measured]
     if measured and config.option.vram_baseline is not None:
-        done = "written to" if config.stash[_is_written] else "compared with"
+        done = "written to" if config.stash[_known] is None else "compared with"
         terminalreporter.write_line(f"peak memory of {len(measured)} blocks {done} {config.option.vram_baseline}")

@@ -19,9 +19,9 @@ OUT_OF_MEMORY = "out of memory"
 class FitResult:
     """What one fit left behind."""
 
-    peak: Measurement | None  # of the highest training batch; None: nothing was measured
-    seconds_per_batch: float | None  # median of untracked training batches
-    weights: Mapping[str, Tensor] | None  # None: the fit ran out of memory
+    peak: Measurement | None = None  # of the highest training batch; None: nothing was measured
+    seconds_per_batch: float | None = None  # median of untracked training batches
+    weights: Mapping[str, Tensor] | None = None  # None: the fit ran out of memory
 
 
 def describe_equality(one: FitResult, other: FitResult) -> str:

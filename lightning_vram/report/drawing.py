@@ -3,13 +3,12 @@
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
 from importlib.resources import files
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -22,38 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_FAR = 2.5  # times what is needed: a limit beyond it would press the step to the ground
-_NUM_TICKS = 7  # at most
-NO_LIMIT = 1 << 62
-
-
-@dataclass(frozen=True)
-class Scale:
-    """From 0 to ``end_bytes``, in steps of ``tick_bytes``."""
-
-    unit: str
-    unit_bytes: int
-    end_bytes: float
-    tick_bytes: float
-    has_limit: bool
-
-    @property
-    def ticks(self) -> tuple[float, ...]:
-        """Marks in bytes, from 0."""
-        return tuple(number * self.tick_bytes for number in range(int(self.end_bytes / self.tick_bytes) + 1))
-
-    def label(self, num_bytes: float) -> str:
-        """A mark's number in the unit."""
-        return f"{num_bytes / self.unit_bytes:g}"
-
-
-def choose_scale(needed_bytes: int, limit_bytes: int, headroom: float = 1.14) -> Scale:
-    """Find the axis on which a step is large and its limit is seen, if both can be, with headroom for words above."""
-    has_limit = limit_bytes <= _FAR * needed_bytes
-    end_bytes = headroom * (max(needed_bytes, limit_bytes) if has_limit else needed_bytes)
-    unit_bytes, unit = unit_of(end_bytes)
-    return Scale(unit, unit_bytes, end_bytes, round_step(end_bytes / unit_bytes / _NUM_TICKS) * unit_bytes, has_limit)
-
 
 def unit_of(num_bytes: float) -> tuple[int, str]:
     """Return the largest unit of bytes of which there is one, and its name."""
@@ -61,17 +28,19 @@ def unit_of(num_bytes: float) -> tuple[int, str]:
     return next(found for found in units if num_bytes >= found[0] or found[0] == 1)
 
 
-def round_step(step: float) -> float:
-    """The next of 1, 2, 5, 10, 20, ... (and their tenths)."""
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step)
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """Return round numbers for an axis, in steps of 1, 2, 5, 10, 20, ... (and their tenths)."""
+    least = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
+    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-WIDTHS = {"wide": 860, "narrow": 440}  # of a drawing, in pixels: its letters are as large on a small screen
+WIDTH = 860  # of a drawing, in pixels
 LETTER = 8.4  # width, in pixels
 _WIDTH, _ABOVE, _GAP, _MARGIN = 1240, 64, 24, 18  # of a picture, in pixels: a drawing with its title and tables
 _LINE, _LETTERS = 23, 36  # of a table in a picture: pixels, characters of a line
-_CELL, _CELLS = 105, 250  # pixels, of a table: the width of a number, and of all in one line
+_SPACE, _COLUMN = 8, 56  # pixels: between two columns of a table, and the least width of one
 _LONG_TITLE, _NOTE = 85, 135  # characters
 _CONVERTED = (".png", ".pdf")
 _ENDINGS = (".png", ".svg", ".pdf", ".html")
@@ -94,7 +63,14 @@ def check_picture_path(path: Path) -> None:
 
 def _draw_rows(rows: Rows, left: float, y: float, right: float) -> tuple[str, float]:
     """Return the elements of a table, and where the next one begins."""
-    drawn = text_at(left, y, rows.name, "strong") + _numbers(rows.columns, right, y, "end small strong")
+    numbers = [cells for cells in (rows.columns, *(line[1:] for line in rows.lines)) if cells]
+    widths = [max(_COLUMN, _SPACE + LETTER * max(map(len, column))) for column in zip(*numbers, strict=True)]
+    ends = [right - sum(widths[number + 1 :]) for number in range(len(widths))]
+
+    def draw(cells: Sequence[str], kind: str) -> str:
+        return "".join(text_at(end, y, cell, kind) for end, cell in zip(ends, cells, strict=False))
+
+    drawn = text_at(left, y, rows.name, "strong") + draw(rows.columns, "end small")
     for number, (first, *others) in enumerate(rows.lines):
         indent = 0
         if number < len(rows.colors):
@@ -105,13 +81,8 @@ def _draw_rows(rows: Rows, left: float, y: float, right: float) -> tuple[str, fl
             drawn += text_at(left + indent, y, words, "" if others else "strong")
         if others and len("".join((first, *others))) > _LETTERS:
             y += _LINE  # numbers stand below a name that leaves them no room
-        drawn += _numbers(others, right, y, "end faint")
+        drawn += draw(others, "end small faint")
     return drawn, y + 2 * _LINE
-
-
-def _numbers(cells: Sequence[str], right: float, y: float, kind: str) -> str:
-    width = min(_CELL, _CELLS / max(1, len(cells)))
-    return "".join(text_at(right - number * width, y, cell, kind) for number, cell in enumerate(cells[::-1]))
 
 
 @dataclass(frozen=True)
@@ -122,7 +93,7 @@ class Picture:
     lead: str  # a sentence below the title of a page
     name: str  # of what is drawn, for those who do not see it
     height: int  # of the drawing, in pixels
-    draw: Callable[[int], Iterable[str]]  # returns elements of SVG for a width
+    drawing: str  # elements of SVG
     side: Sequence[Rows]  # next to the drawing
     is_good: bool | None = None  # None: no judgement
     tables: Sequence[Rows] = ()  # below, in a page
@@ -142,19 +113,15 @@ class Picture:
             file.write_text(self.page() if ending == ".html" else self.svg(), encoding="utf-8")
 
     def page(self) -> str:
-        """Return a page of HTML, which needs nothing else; it shows one of two drawings, by the size of the screen."""
-        drawings = (
-            f'<svg class="{kind}" viewBox="0 0 {width} {self.height}" role="img" aria-label="{escape(self.name)}">'
-            f"{''.join(self.draw(width))}</svg>"
-            for kind, width in WIDTHS.items()
-        )
+        """Return a page of HTML, which needs nothing else."""
+        head = f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="{escape(self.name)}">'
         return fill(
             "page.html",
             style=_read("drawing.css"),
             title=escape(self.title),
             color=self._color,
             lead=escape(self.lead),
-            drawing="".join(drawings),
+            drawing=f"{head}{self.drawing}</svg>",
             side="".join(rows.html() for rows in self.side),
             tables="".join(rows.html() for rows in self.tables),
             notes="".join(f"<p>Note: {escape(note)}</p>" for note in self.notes),
@@ -163,7 +130,7 @@ class Picture:
 
     def svg(self) -> str:
         """Return a picture that needs nothing else, in light colors."""
-        left, y, tables = WIDTHS["wide"] + _GAP, _ABOVE + 6.0, ""
+        left, y, tables = WIDTH + _GAP, _ABOVE + 6.0, ""
         for rows in self.side:
             drawn, y = _draw_rows(rows, left, y, _WIDTH - _MARGIN)
             tables += drawn
@@ -175,7 +142,7 @@ class Picture:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
             f'font-family="DejaVu Sans, Verdana, sans-serif"><style>{_read("drawing.css")}</style>'
             f"{rectangle(0, 0, _WIDTH, height, 'paper')}{text_at(_GAP, 36, self.title, title)}"
-            f'<g transform="translate(0 {_ABOVE})">{"".join(self.draw(WIDTHS["wide"]))}</g>'
+            f'<g transform="translate(0 {_ABOVE})">{self.drawing}</g>'
             f"{tables}{''.join(notes)}</svg>"
         )
 
@@ -306,7 +273,6 @@ def _style_of(element: ElementTree.Element) -> dict[str, str]:
 
 
 _SLOW, _FEWER = 5.0, 2.0
-Spot = tuple[float, float]
 
 
 def slowest_shown(times: Sequence[float]) -> float:
@@ -314,11 +280,3 @@ def slowest_shown(times: Sequence[float]) -> float:
     first = min(times)
     slowest = max(time for time in times if time - first <= _SLOW * (median(times) - first))
     return slowest if first < slowest and max(times) - first > _FEWER * (slowest - first) else max(times)
-
-
-def stairs(front: Sequence[Spot]) -> list[Spot]:
-    """Return the corners of a Pareto front: as small as so far until the next is reached."""
-    corners = list(front[:1])
-    for (_, before), (time, size) in pairwise(front):
-        corners += [(time, before), (time, size)]
-    return corners

@@ -21,17 +21,7 @@ from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate, StageEs
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline, Phase
 from lightning_vram.memory.tracking.tracker import HELD
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.drawing import (
-    LETTER,
-    NO_LIMIT,
-    WIDTHS,
-    Picture,
-    Scale,
-    choose_scale,
-    fill,
-    rectangle,
-    text_at,
-)
+from lightning_vram.report.drawing import LETTER, WIDTH, Picture, fill, rectangle, text_at, ticks, unit_of
 from lightning_vram.report.progress import shown
 from lightning_vram.report.tables import Rows, as_text, label
 
@@ -48,11 +38,9 @@ COLORS = {
 }
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """The highest moment of some events that follow each other."""
 
-    event: int  # index among the device's events, those before the step counted
     phase: Phase
     op: str  # operator that made the storage which changed
     module: str
@@ -116,7 +104,7 @@ def _moments(timeline: MemoryTimeline, first_event: int = 0) -> list[Column]:
         allocation = timeline.allocations[event.allocation]
         if allocation.device == timeline.device:
             live = {**live, allocation.category: live[allocation.category] + event.change_bytes}
-            moments.append(Column(len(moments), event.phase, allocation.op, allocation.module, live))
+            moments.append(Column(event.phase, allocation.op, allocation.module, live))
             if number < first_event or (num_held == len(moments) - 1 and allocation.op == HELD):
                 num_held = len(moments)
     return moments[max(num_held - 1, 0) :]
@@ -143,10 +131,18 @@ def module_name(fqn: str, max_length: int = 40) -> str:
     return (fqn if len(fqn) <= max_length else "..." + fqn[3 - max_length :]) or "(no module)"
 
 
-def step_scale(estimate: MemoryEstimate) -> Scale:
-    """The axis of a training step, which shows what the allocator has: the context is outside of it."""
-    needed_bytes = max(estimate.reserved_bytes, estimate.peak_bytes)
-    return choose_scale(needed_bytes, limit_bytes(estimate), headroom=1.2)  # three rows of words
+_HEADROOM, _FAR = (
+    1.2,
+    2.5,
+)  # times what is needed: for words above; a limit beyond it would press the step to the ground
+_NUM_TICKS = 7  # at most
+_NO_LIMIT = 1 << 62
+
+
+def axis_bytes(estimate: MemoryEstimate) -> float:
+    """Return where the axis of a step ends, which shows what the allocator has: the context is outside of it."""
+    needed_bytes, limit = max(estimate.reserved_bytes, estimate.peak_bytes), limit_bytes(estimate)
+    return _HEADROOM * (max(needed_bytes, limit) if limit <= _FAR * needed_bytes else needed_bytes)
 
 
 def limit_bytes(estimate: MemoryEstimate) -> int:
@@ -156,7 +152,7 @@ def limit_bytes(estimate: MemoryEstimate) -> int:
 
 def limit_line(estimate: MemoryEstimate) -> str:
     """What the device has for the allocator, as text; empty if there is no limit."""
-    if estimate.device.memory_bytes >= NO_LIMIT:
+    if estimate.device.memory_bytes >= _NO_LIMIT:
         return ""
     name = f"{estimate.device.name} minus context" if estimate.context_bytes else estimate.device.name
     return f"{name} {format_bytes(limit_bytes(estimate))}"
@@ -174,34 +170,30 @@ def peak_sentence(estimate: MemoryEstimate) -> str:
 
 def tables_of(estimate: MemoryEstimate, max_modules: int, max_name: int = 40) -> tuple[list[Rows], list[Rows]]:
     """Return tables of the tensors at the peak and of the run, and of modules, phases and the process."""
-    timeline = estimate.timeline
+    timeline, total = estimate.timeline, estimate.peak_bytes
+
+    def rows(name: str, sizes: Iterable[tuple[str, int]], colors: Sequence[str] = (), *, share: bool = False) -> Rows:
+        lines = [(one, format_bytes(size), f"{size / max(1, total):.0%}") for one, size in sizes]
+        return Rows(name, lines if share else [line[:2] for line in lines], colors)
+
     found = {one.category for one in timeline.allocations if one.device == timeline.device}
     kinds = [kind for kind in reversed(COLORS) if kind in found]
-    sizes = [*((label(kind), estimate.by_category[kind]) for kind in kinds), ("all", estimate.peak_bytes)]
-    facts, process = _fact_rows(estimate), _process_rows(estimate)
-    moments = [(label(phase), num_bytes) for phase, num_bytes in estimate.by_phase.items()]
-    moments += [(name, stage.timeline.peak_bytes) for name, stage in estimate.stages.items() if name != TRAIN]
+    sizes = [*((label(kind), estimate.by_category[kind]) for kind in kinds), ("all", total)]
+    phases = [(label(phase), num_bytes) for phase, num_bytes in estimate.by_phase.items()]
+    phases += [(name, stage.timeline.peak_bytes) for name, stage in estimate.stages.items() if name != TRAIN]
     modules = [(module_name(fqn, max_name), size) for fqn, size in _module_rows(estimate, max_modules)]
+    run, process = _fact_rows(estimate), _process_rows(estimate)
     return [
-        Rows("tensors at the peak", _with_share(estimate, sizes), [COLORS[kind] for kind in kinds]),
-        *([Rows("the run", facts)] if facts else []),
+        rows("tensors at the peak", sizes, [COLORS[kind] for kind in kinds], share=True),
+        *([Rows("the run", run)] if run else []),
     ], [
-        Rows("modules at the peak", _with_share(estimate, modules)),
-        Rows("peak of tensors in each phase", _in_text(moments)),
-        *([Rows("the process", _in_text(process))] if len(process) > 1 else []),
+        rows("modules at the peak", modules, share=True),
+        rows("peak of tensors in each phase", phases),
+        *([rows("the process", process)] if process else []),
     ]
 
 
-def _with_share(estimate: MemoryEstimate, sizes: Iterable[tuple[str, int]]) -> list[tuple[str, ...]]:
-    total = estimate.peak_bytes
-    return [(name, format_bytes(size), f"{size / total:.0%}" if total else "") for name, size in sizes]
-
-
-def _in_text(sizes: Iterable[tuple[str, int]]) -> list[tuple[str, ...]]:
-    return [(name, format_bytes(size)) for name, size in sizes]
-
-
-def _module_rows(estimate: MemoryEstimate, max_rows: int) -> tuple[tuple[str, int], ...]:
+def _module_rows(estimate: MemoryEstimate, max_rows: int) -> list[tuple[str, int]]:
     """Bytes at the peak of the modules with the most, by their full names; then those of all others.
 
     Modules of the same size whose names differ in numbers only are one row, with their sum: ``"net.blocks.*.mlp x8"``.
@@ -209,50 +201,48 @@ def _module_rows(estimate: MemoryEstimate, max_rows: int) -> tuple[tuple[str, in
     alike: dict[tuple[str, int], list[str]] = {}
     for name, num_bytes in estimate.by_module.items():
         alike.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "*", name), num_bytes), []).append(name)
-    found = [
-        (names[0] if len(names) == 1 else f"{pattern} x{len(names)}", num_bytes * len(names), len(names))
-        for (pattern, num_bytes), names in alike.items()
+    groups = sorted(alike.items(), key=lambda group: -group[0][1] * len(group[1]))
+    rows = [
+        (names[0] if len(names) == 1 else f"{pattern} x{len(names)}", num_bytes * len(names))
+        for (pattern, num_bytes), names in groups
     ]
-    found.sort(key=lambda row: -row[1])
-    if len(found) > max_rows:
-        rest = found[max_rows - 1 :]
-        num_rest = sum(num_modules for *_, num_modules in rest)
-        found = [*found[: max_rows - 1], (f"{num_rest} others", sum(num_bytes for _, num_bytes, _ in rest), num_rest)]
-    return tuple((name, num_bytes) for name, num_bytes, _ in found)
+    if len(rows) > max_rows:
+        num_others = sum(len(names) for _, names in groups[max_rows - 1 :])
+        rows[max_rows - 1 :] = [(f"{num_others} others", sum(size for _, size in rows[max_rows - 1 :]))]
+    return rows
 
 
-def _process_rows(estimate: MemoryEstimate) -> tuple[tuple[str, int], ...]:
-    """From what tensors ask for to what the driver gives, as far as these differ: on the host they do not."""
+def _process_rows(estimate: MemoryEstimate) -> list[tuple[str, int]]:
+    """From what tensors ask for to what the driver gives, if these differ: on the host they do not."""
     if estimate.needed_bytes == estimate.peak_bytes:
-        return (("requested", estimate.peak_bytes),)
+        return []
     rows = [
         ("requested", estimate.peak_bytes),
         ("allocated", estimate.allocated_bytes),
         ("of it workspaces", estimate.workspace_bytes),
         ("reserved", estimate.reserved_bytes),
         ("reserved, expandable segments", estimate.expandable_reserved_bytes),
+        ("context", estimate.context_bytes),
+        ("reserved and context", estimate.context_bytes and estimate.needed_bytes),
     ]
-    if estimate.context_bytes:
-        rows += [("context", estimate.context_bytes), ("reserved and context", estimate.needed_bytes)]
-    return tuple((name, num_bytes) for name, num_bytes in rows if num_bytes)
+    return [row for row in rows if row[1]]
 
 
-def _fact_rows(estimate: MemoryEstimate) -> tuple[tuple[str, str], ...]:
+def _fact_rows(estimate: MemoryEstimate) -> list[tuple[str, str]]:
     """Further facts about the run that are known, a line each."""
-    found = [("batch", f"{estimate.batch_size} samples")] if estimate.batch_size else []
-    for name, size, unit, refusal in (
-        ("largest batch that fits", estimate.max_batch_size, "samples", estimate.batch_size_refusal),
-        ("longest sequence", estimate.max_sequence_length, "tokens", estimate.sequence_length_refusal),
-    ):
-        if size is not None:
-            found.append((name, f"{size} {unit}{' (limit: model)' if refusal else ''}"))
-    if estimate.world_size > 1:
-        found.append(("ranks", str(estimate.world_size)))
-    if estimate.host_bytes:
-        found.append(("host memory", format_bytes(estimate.host_bytes)))
-    if estimate.pinned_bytes:
-        found.append(("of it pinned", format_bytes(estimate.pinned_bytes)))
-    return tuple(found)
+
+    def limit(size: int | None, unit: str, refusal: str | None) -> str:
+        return "" if size is None else f"{size} {unit}{' (limit: model)' if refusal else ''}"
+
+    rows = [
+        ("batch", f"{estimate.batch_size} samples" if estimate.batch_size else ""),
+        ("largest batch that fits", limit(estimate.max_batch_size, "samples", estimate.batch_size_refusal)),
+        ("longest sequence", limit(estimate.max_sequence_length, "tokens", estimate.sequence_length_refusal)),
+        ("ranks", str(estimate.world_size) if estimate.world_size > 1 else ""),
+        ("host memory", format_bytes(estimate.host_bytes) if estimate.host_bytes else ""),
+        ("of it pinned", format_bytes(estimate.pinned_bytes) if estimate.pinned_bytes else ""),
+    ]
+    return [row for row in rows if row[1]]
 
 
 HEIGHT, LEFT, TOP, BOTTOM, MARGIN = 480, 56, 30, 440, 8  # of the area in which is drawn; MARGIN is at its right
@@ -263,7 +253,7 @@ _MAX_MODULES = 40
 
 def picture(estimate: MemoryEstimate, title: str = "") -> Picture:
     """Draw an estimate."""
-    step, scale = _read(estimate), step_scale(estimate)
+    step = _read(estimate)
     data = json.dumps(_data(step), separators=(",", ":")).replace("<", "\\u003c")  # nothing ends the script
     side, tables = tables_of(estimate, _MAX_MODULES)
     return Picture(
@@ -272,7 +262,7 @@ def picture(estimate: MemoryEstimate, title: str = "") -> Picture:
         lead=peak_sentence(estimate),
         name=step.words,
         height=HEIGHT,
-        draw=lambda width: _Drawing(estimate, step, scale, width - MARGIN).elements(),
+        drawing=_Drawing(estimate, step, axis_bytes(estimate), WIDTH - MARGIN).elements(),
         side=side,
         tables=tables,
         notes=estimate.notes,
@@ -284,52 +274,46 @@ def side_by_side(estimates: Mapping[str, MemoryEstimate], title: str, notes: Seq
     """Draw steps next to each other, on one scale, by their names."""
     shown = list(estimates.values())
     steps = [_read(estimate) for estimate in shown]
-    scale = max(map(step_scale, shown), key=lambda scale: scale.end_bytes)
     kinds = [kind for kind in reversed(COLORS) if any(kind in step.categories for step in steps)]
     lines = [(label(kind), *(format_bytes(estimate.by_category[kind]) for estimate in shown)) for kind in kinds]
 
-    def draw(width: int) -> Iterable[str]:
-        part = width // len(shown)
-        for number, (name, estimate, step) in enumerate(zip(estimates, shown, steps, strict=True)):
-            words = text_at(LEFT, 0, name, "strong" if estimate.fits else "strong bad")
-            drawn = "".join(_Drawing(estimate, step, scale, part - MARGIN).elements())
-            yield f'<g transform="translate({number * part} {_TITLE})">{words}{drawn}</g>'
-
+    drawing, width = "", WIDTH // len(shown)
+    for number, (name, estimate, step) in enumerate(zip(estimates, shown, steps, strict=True)):
+        words = text_at(LEFT, 0, name, "strong" if estimate.fits else "strong bad")
+        drawn = _Drawing(estimate, step, max(map(axis_bytes, shown)), width - MARGIN).elements()
+        drawing += f'<g transform="translate({number * width} {_TITLE})">{words}{drawn}</g>'
     return Picture(
         title=title,
         lead="",
         name=title,
         height=HEIGHT + _TITLE,
-        draw=draw,
+        drawing=drawing,
         side=[Rows("tensors at the peak", lines, [COLORS[kind] for kind in kinds])],
         notes=notes,
     )
 
 
 def _read(estimate: MemoryEstimate) -> Step:
-    return read_step(estimate.timeline, WIDTHS["wide"], estimate.main_stage.first_event)
+    return read_step(estimate.timeline, WIDTH, estimate.main_stage.first_event)
 
 
 @dataclass(frozen=True)
 class _Drawing:
     estimate: MemoryEstimate
     step: Step
-    scale: Scale
+    most_bytes: float  # at the end of the axis
     right: int
 
-    def elements(self) -> Iterable[str]:
-        yield from self._phases()
-        yield from self._axis()
-        yield from self._areas()
-        yield from self._lines()
-        yield from self._peak()
-        yield text_at((LEFT + self.right) / 2, BOTTOM + 26, self.step.words, "middle faint small")
+    def elements(self) -> str:
+        parts = (self._phases, self._axis, self._areas, self._lines, self._peak)
+        words = text_at((LEFT + self.right) / 2, BOTTOM + 26, self.step.words, "middle faint small")
+        return "".join(element for part in parts for element in part()) + words
 
     def _x(self, column: float) -> float:
         return LEFT + column / len(self.step.columns) * (self.right - LEFT)
 
     def _y(self, num_bytes: float) -> float:
-        return BOTTOM - num_bytes / self.scale.end_bytes * (BOTTOM - TOP)
+        return BOTTOM - num_bytes / self.most_bytes * (BOTTOM - TOP)
 
     def _phases(self) -> Iterable[str]:
         for span in self.step.spans:
@@ -339,11 +323,12 @@ class _Drawing:
                 yield text_at((left + right) / 2, TOP - 10, label(span.phase), "middle faint")
 
     def _axis(self) -> Iterable[str]:
-        for tick in self.scale.ticks:
-            y = self._y(tick)
+        unit_bytes, unit = unit_of(self.most_bytes)
+        for number in ticks(0, self.most_bytes / unit_bytes, _NUM_TICKS):
+            y = self._y(number * unit_bytes)
             yield f'<path class="grid" d="M{LEFT} {y:.1f}H{self.right}"/>'
-            yield text_at(LEFT - 8, y + 5, self.scale.label(tick), "end")
-        yield text_at(LEFT - 8, TOP - 10, self.scale.unit, "end faint")
+            yield text_at(LEFT - 8, y + 5, f"{number:g}", "end")
+        yield text_at(LEFT - 8, TOP - 10, unit, "end faint")
 
     def _areas(self) -> Iterable[str]:
         base = [0] * len(self.step.columns)
@@ -368,7 +353,7 @@ class _Drawing:
         lines = []
         if reserved_bytes > self.estimate.peak_bytes:  # where there is no allocator, it takes what tensors have
             lines.append((self._y(reserved_bytes), "needed", f"reserved {format_bytes(reserved_bytes)}", side))
-        if self.scale.has_limit:
+        if limit_bytes(self.estimate) <= self.most_bytes:
             limit = self._y(limit_bytes(self.estimate))
             lines.append((limit, f"limit {verdict}", name, f"{side} strong {verdict}"))
             if not self.estimate.fits:
@@ -382,11 +367,8 @@ class _Drawing:
             above = y
 
     def _peak(self) -> Iterable[str]:
-        x, y, words = (
-            self._x(self.step.peak + 0.5),
-            self._y(self.estimate.peak_bytes),
-            f"peak of tensors {format_bytes(self.estimate.peak_bytes)}",
-        )
+        x, y = self._x(self.step.peak + 0.5), self._y(self.estimate.peak_bytes)
+        words = f"peak of tensors {format_bytes(self.estimate.peak_bytes)}"
         half = LETTER * len(words) / 2
         middle = min(max(x, LEFT + half), self.right - half)
         yield f'<path class="pointer" d="M{x:.1f} {y:.1f}V{TOP + 22}"/>'
@@ -402,16 +384,11 @@ def _changes(sizes: Sequence[int]) -> list[int]:
 def _data(step: Step) -> dict[str, Any]:
     """What the script shows at the pointer; names that come often stand there once."""
     numbers: dict[str, int] = {}
-    columns = [
-        [
-            *(
-                numbers.setdefault(name, len(numbers))
-                for name in (label(column.phase), column.op.removesuffix(".default"), column.module)
-            ),
-            *(column.by_category[category] for category in step.categories),
-        ]
-        for column in step.columns
-    ]
+    columns = []
+    for column in step.columns:
+        names = (label(column.phase), column.op.removesuffix(".default"), column.module)
+        sizes = (column.by_category[category] for category in step.categories)
+        columns.append([*(numbers.setdefault(name, len(numbers)) for name in names), *sizes])
     categories = [[label(category), COLORS[category]] for category in step.categories]
     return {"area": [LEFT, TOP, MARGIN, BOTTOM], "categories": categories, "names": list(numbers), "columns": columns}
 
@@ -419,7 +396,7 @@ def _data(step: Step) -> dict[str, Any]:
 def as_estimate(timeline: MemoryTimeline, limit_bytes: int | None) -> MemoryEstimate:
     """Return a tracked step in the form of an estimate, with a line to draw at ``limit_bytes``; ``None``: no line."""
     stage = StageEstimate(timeline, *[timeline.peak_bytes] * 3)
-    device = DeviceSpec("limit", NO_LIMIT if limit_bytes is None else limit_bytes)
+    device = DeviceSpec("limit", _NO_LIMIT if limit_bytes is None else limit_bytes)
     return MemoryEstimate(device, {TRAIN: stage}, batch_size=0)
 
 

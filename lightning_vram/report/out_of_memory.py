@@ -1,6 +1,6 @@
 """A page about memory that ran out: what held it, why there was not enough, and what would help."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -35,7 +35,11 @@ class Place:
     function: str = ""  # innermost in Python
 
 
-@dataclass(frozen=True)
+_MANY_BATCHES, _MOSTLY = 8, 0.75
+_GROWN_SHARE = 0.05  # of what there is
+
+
+@dataclass
 class OutOfMemory:
     """What is known of an out-of-memory error."""
 
@@ -45,8 +49,8 @@ class OutOfMemory:
     request: FailedRequest
     stage: str  # as in "train, epoch 0, batch 17"
     place: Place
-    by_category: Mapping[str, int] = field(default_factory=dict)  # bytes on the device
-    by_module: Mapping[str, int] = field(default_factory=dict)  # bytes on the device, the largest first
+    by_category: dict[str, int] = field(default_factory=dict)  # bytes on the device
+    by_module: dict[str, int] = field(default_factory=dict)  # bytes on the device, the largest first
     foreign_bytes: int = 0  # in tensors of this process that a step of the run does not have; 0: unknown
     growth: tuple[tuple[int, int], ...] = ()  # batches of the stage so far, and bytes in tensors at their ends
     remedies: Sequence[Choice] = ()  # this run, and configurations that need less, by the code to paste
@@ -54,26 +58,26 @@ class OutOfMemory:
     cut: str = ""  # what ended the estimates of remedies early; empty: nothing
     budget_bytes: int | None = None  # that the step may use; None: unknown
 
+    @property
+    def is_training(self) -> bool:
+        """Whether it was a training batch."""
+        return self.stage.startswith("train")
+
+    @property
+    def leaked_bytes(self) -> int | None:
+        """Bytes by which each of the last batches has left more than the one before; ``None``: no growth."""
+        if len(self.growth) < _MANY_BATCHES:
+            return None
+        sizes = [num_bytes for _, num_bytes in self.growth]
+        num_up = sum(after > before for before, after in pairwise(sizes))
+        grown_bytes = sizes[-1] - sizes[0]
+        room_bytes = self.request.room_bytes or sizes[-1]
+        if num_up < _MOSTLY * (len(sizes) - 1) or grown_bytes < _GROWN_SHARE * room_bytes:
+            return None
+        return grown_bytes // max(1, self.growth[-1][0] - self.growth[0][0])
+
 
 _LOSS_FUNCTIONS = ("cross_entropy", "log_softmax", "nll_loss")
-_MANY_BATCHES, _MOSTLY = 8, 0.75
-_GROWN_SHARE = 0.05  # of what there is
-
-
-def grown_bytes_per_batch(found: OutOfMemory) -> int | None:
-    """Return the bytes by which each of the last batches has left more than the one before; ``None``: no growth."""
-    if len(found.growth) < _MANY_BATCHES:
-        return None
-    sizes = [num_bytes for _, num_bytes in found.growth]
-    num_up = sum(after > before for before, after in pairwise(sizes))
-    grown_bytes = sizes[-1] - sizes[0]
-    room_bytes = found.request.room_bytes or sizes[-1]
-    if num_up < _MOSTLY * (len(sizes) - 1) or grown_bytes < _GROWN_SHARE * room_bytes:
-        return None
-    return grown_bytes // max(1, found.growth[-1][0] - found.growth[0][0])
-
-
-TRAINING = "train"
 _LARGE_SHARE = 0.1  # of a device: a desktop has less
 
 
@@ -93,37 +97,18 @@ def find_cause(found: OutOfMemory) -> Cause:
     return next(cause for cause in CAUSES if cause.holds(found))
 
 
-def _is_training(found: OutOfMemory) -> bool:
-    return found.stage.startswith(TRAINING)
-
-
 def _is_others_fault(found: OutOfMemory) -> bool:
     """Whether others have a large part, without which the request would have been granted."""
     request = found.request
-    other_bytes = request.other_bytes
-    if request.limit_bytes is not None and (request.asked_bytes or 0) <= (request.free_bytes or 0):
+    asked_bytes, free_bytes, other_bytes = request.asked_bytes or 0, request.free_bytes or 0, request.other_bytes
+    if request.limit_bytes is not None and asked_bytes <= free_bytes:
         return False  # enough was free: it was this process's own limit
     is_large = other_bytes > 0 and other_bytes >= _LARGE_SHARE * (request.total_bytes or 0)
-    return is_large and (request.asked_bytes or 0) <= (request.free_bytes or 0) + other_bytes
-
-
-def _is_fragmented(found: OutOfMemory) -> bool:
-    asked_bytes = found.request.asked_bytes or 0
-    return 0 < asked_bytes <= (found.request.cached_bytes or 0)
-
-
-def _describe_fragments(found: OutOfMemory) -> str:
-    cached, asked = format_bytes(found.request.cached_bytes or 0), format_bytes(found.request.asked_bytes or 0)
-    return f"{cached} were reserved but not allocated, in blocks that were each too small for {asked}."
-
-
-def _describe_others(found: OutOfMemory) -> str:
-    others = format_bytes(found.request.other_bytes)
-    return f"Other processes used {others} of the device. Without them the memory would have been enough."
+    return is_large and asked_bytes <= free_bytes + other_bytes
 
 
 def _describe_growth(found: OutOfMemory) -> str:
-    return f"Each of the last batches left {format_bytes(grown_bytes_per_batch(found) or 0)} more than the one before."
+    return f"Each of the last batches left {format_bytes(found.leaked_bytes or 0)} more than the one before."
 
 
 _SMALLER = (
@@ -154,7 +139,7 @@ CAUSES = (
     ),
     Cause(
         "a memory leak: memory grew with each batch",
-        lambda found: _is_training(found) and grown_bytes_per_batch(found) is not None,
+        lambda found: found.is_training and found.leaked_bytes is not None,
         (
             "find the attribute that holds it: `callbacks=[LeakDetector()]`",
             "store numbers, not tensors with their autograd graph: `self.losses.append(loss.detach())`, or "
@@ -165,13 +150,11 @@ CAUSES = (
     ),
     Cause(
         "outputs or metric lists, collected over the batches",
-        lambda found: (
-            found.place.work is Work.EPOCH_END or (not _is_training(found) and grown_bytes_per_batch(found) is not None)
-        ),
+        lambda found: found.place.work is Work.EPOCH_END or (not found.is_training and found.leaked_bytes is not None),
         _COLLECTED,
         lambda found: (
             "Collected outputs are in memory twice while they are concatenated at the end of the epoch."
-            if grown_bytes_per_batch(found) is None
+            if found.leaked_bytes is None
             else _describe_growth(found)
         ),
         needs_leaner_step=False,
@@ -183,7 +166,10 @@ CAUSES = (
             "find the process, and end it if it is yours: `nvidia-smi`",
             "a configuration that fits the rest: `callbacks=[AutoVRAM()]`",
         ),
-        _describe_others,
+        lambda found: (
+            f"Other processes used {format_bytes(found.request.other_bytes)} of the device. Without them the memory "
+            "would have been enough."
+        ),
         needs_leaner_step=False,
     ),
     Cause(
@@ -197,13 +183,16 @@ CAUSES = (
     ),
     Cause(
         "fragmentation: enough memory was free, but not in one block",
-        _is_fragmented,
+        lambda found: 0 < (found.request.asked_bytes or 0) <= (found.request.cached_bytes or 0),
         (
             f"expandable segments: `{VARIABLES[1]}={SETTING}` in the environment, or `configure_allocator()` "
             "first in the program",
             "an empty cache at each switch between training and validation: `callbacks=[EmptyCache()]`",
         ),
-        _describe_fragments,
+        lambda found: (
+            f"{format_bytes(found.request.cached_bytes or 0)} were reserved but not allocated, in blocks that were "
+            f"each too small for {format_bytes(found.request.asked_bytes or 0)}."
+        ),
         needs_leaner_step=False,
     ),
     Cause(
@@ -231,7 +220,7 @@ CAUSES = (
     ),
     Cause(
         "a validation, test or prediction batch is too large",
-        lambda found: not _is_training(found),
+        lambda found: not found.is_training,
         (
             'smaller batches: `callbacks=[MicroBatching(eval="auto")]`, or a smaller `batch_size` of that data loader',
             "an empty cache before it: `callbacks=[EmptyCache()]`",
@@ -255,23 +244,31 @@ CAUSES = (
 
 _MOST_MODULES = 8
 _MOST_READINGS = 8
-_LIMIT = (
-    "Available to this step: the memory that its tensors may use. Other tensors and processes are subtracted; it is at "
-    "most the estimated peak of the step minus the bytes asked for."
+_PICTURE = (
+    "![A step of this run on fake tensors]({name})\n\nAvailable to this step: the memory that its tensors may use. "
+    "Other tensors and processes are subtracted; it is at most the estimated peak of the step minus the bytes asked "
+    "for."
 )
+_SNAPSHOT = "- [{name}]({name}): blocks of the allocator, for https://pytorch.org/memory_viz"
 
 
 def page(found: OutOfMemory, pictures: Sequence[str] = ()) -> str:
-    """Return the page."""
+    """Return the page; of ``pictures``, one may be a snapshot of the allocator."""
     cause = find_cause(found)
     step = max(1, len(found.growth) // _MOST_READINGS)
     growth = [(str(batch), format_bytes(size)) for batch, size in found.growth[::-1][::step][::-1]]
     kinds = [(label(name), size) for name, size in found.by_category.items() if size]
     total = sum(found.by_category.values())
-    held = [_shares("for", kinds, total), _shares("module", list(found.by_module.items())[:_MOST_MODULES], total)]
+
+    def shares(head: str, sizes: Sequence[tuple[str, int]]) -> str:
+        rows = [(name or "(none)", format_bytes(size), f"{size / total:.0%}") for name, size in sizes]
+        return _table((head, "bytes", "share"), *rows) if rows else ""
+
     sections = {
         "What helps": _remedies(found, cause),
-        "What held the memory": _paragraphs(*held),
+        "What held the memory": _paragraphs(
+            shares("for", kinds), shares("module", list(found.by_module.items())[:_MOST_MODULES])
+        ),
         "At the ends of the last batches": _table(("batch", "in tensors"), *growth) if len(growth) > 1 else "",
     }
     return (
@@ -280,7 +277,7 @@ def page(found: OutOfMemory, pictures: Sequence[str] = ()) -> str:
             cause.meaning(found),
             _facts(found),
             *(f"## {title}\n\n{text}" for title, text in sections.items() if text),
-            *_pictures(pictures),
+            *((_PICTURE if name.endswith(".png") else _SNAPSHOT).format(name=name) for name in pictures),
             f"## The error\n\n```text\n{found.message.strip()}\n```",
         )
         + "\n"
@@ -301,26 +298,20 @@ def summary(found: OutOfMemory) -> str:
 
 def _facts(found: OutOfMemory) -> str:
     request, place = found.request, found.place
-    where = f"{place.work}{f' of `{place.module}`' if place.module else ''}"
-    rows: list[tuple[str, str]] = [("when", found.stage), ("where", where)]
+    rows = [("when", found.stage), ("where", f"{place.work}{f' of `{place.module}`' if place.module else ''}")]
     rows += [("your line", f"`{place.line}`")] if place.line else []
-    sizes = (
-        ("asked for", request.asked_bytes),
-        (f"{found.device} has", request.total_bytes),
-        ("limit of this process", request.limit_bytes),
-        ("free", request.free_bytes),
-        ("in tensors of this process", request.allocated_bytes),
-        ("reserved by it, not allocated", request.cached_bytes),
-        ("used by the driver for it", _unless_rounding(request.driver_bytes)),
-        ("used by other processes", _unless_rounding(request.other_bytes)),
-    )
-    rows += [(name, format_bytes(size)) for name, size in sizes if size is not None]
-    return _table(("", ""), *rows)
-
-
-def _unless_rounding(num_bytes: int) -> int | None:
-    """Sizes in messages have two decimals: their differences may be nothing."""
-    return num_bytes if num_bytes > MIB else None
+    sizes = {
+        "asked for": request.asked_bytes,
+        f"{found.device} has": request.total_bytes,
+        "limit of this process": request.limit_bytes,
+        "free": request.free_bytes,
+        "in tensors of this process": request.allocated_bytes,
+        "reserved by it, not allocated": request.cached_bytes,
+    }
+    # sizes in messages have two decimals: their differences may be nothing
+    differences = {"used by the driver for it": request.driver_bytes, "used by other processes": request.other_bytes}
+    sizes |= {name: size for name, size in differences.items() if size > MIB}
+    return _table(("", ""), *rows, *((name, format_bytes(size)) for name, size in sizes.items() if size is not None))
 
 
 def _remedies(found: OutOfMemory, cause: Cause) -> str:
@@ -334,18 +325,6 @@ def _remedies(found: OutOfMemory, cause: Cause) -> str:
         note = f"\\* recommended. {note}"
     note += f" {found.cut}" if found.cut else ""
     return _paragraphs(*([table, note, "Or:", listed] if cause.needs_leaner_step else [listed, table, note]))
-
-
-def _shares(head: str, sizes: Iterable[tuple[str, int]], total: int) -> str:
-    rows = [(name or "(none)", format_bytes(size), f"{size / total:.0%}") for name, size in sizes]
-    return _table((head, "bytes", "share"), *rows) if rows else ""
-
-
-def _pictures(names: Sequence[str]) -> list[str]:
-    drawn = [f"![A step of this run on fake tensors]({name})\n\n{_LIMIT}" for name in names if name.endswith(".png")]
-    # Other than pictures there is a snapshot only.
-    blocks = "blocks of the allocator, for https://pytorch.org/memory_viz"
-    return drawn + [f"- [{name}]({name}): {blocks}" for name in names if name.endswith(".pickle")]
 
 
 def _table(head: Sequence[str], *rows: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.plan import MemoryPlan
 from lightning_vram.planner.plan import plan_memory as _plan_memory
 from lightning_vram.planner.scheme import Measured, Scheme
-from lightning_vram.report.drawing import Picture, rectangle, round_step, slowest_shown, stairs, text_at, unit_of
+from lightning_vram.report.drawing import WIDTH, Picture, rectangle, slowest_shown, text_at, ticks, unit_of
 from lightning_vram.report.progress import shown
 from lightning_vram.report.tables import Rows, add_names, add_numbers, as_text, literal, plain_table
 
@@ -30,7 +30,7 @@ def verdict(plan: MemoryPlan) -> str:
 
 def ratio(step_time_ratio: float) -> str:
     """Step time relative to the baseline, as text."""
-    return f"{step_time_ratio:.2f}x"
+    return "?" if math.isnan(step_time_ratio) else f"{step_time_ratio:.2f}x"
 
 
 _MAX_CHOICES = 8
@@ -47,7 +47,6 @@ class Choice:
     step_time_ratio: float  # relative to the baseline; NaN: unknown
     results: str  # "exact", "lossless" or "approximate"
     is_plan: bool
-    is_unbeaten: bool = False  # no tried configuration is better in memory and time at once
 
     @property
     def fits(self) -> bool:
@@ -60,8 +59,8 @@ def cells(rows: Sequence[Choice], name: str = "configuration") -> list[tuple[str
     table: list[tuple[str, ...]] = [("", "memory", "of budget", "step time", "results", name)]
     for number, one in enumerate(rows, start=1):
         mark, share = "* " if one.is_plan else "", "?" if math.isnan(one.share) else f"{one.share:.1%}"
-        time = "?" if math.isnan(one.step_time_ratio) else f"{one.step_time_ratio:.2f}x"
-        table.append((f"{mark}{number}", format_bytes(one.needed_bytes), share, time, one.results, one.name))
+        numbers = format_bytes(one.needed_bytes), share, ratio(one.step_time_ratio)
+        table.append((f"{mark}{number}", *numbers, one.results, one.name))
     return table
 
 
@@ -71,10 +70,10 @@ def choices(plan: MemoryPlan, name: Callable[[Scheme], str] = str) -> tuple[Choi
     That is what nothing else beats in memory and time at once, those first whose memory is closest to the plan's; then
     the fastest that fits of each other set of features. Without a plan, what needs least takes its place.
     """
-    found, budget_bytes, unbeaten = plan.found, plan.budget_bytes, plan.found.unbeaten
+    found, budget_bytes = plan.found, plan.budget_bytes
     taken, plain = found.taken, found.plain
     shown = [taken] + ([plain] if taken is not plain else [])
-    for one in sorted(unbeaten, key=lambda one: abs(one.needed_bytes - taken.needed_bytes)):
+    for one in sorted(found.unbeaten, key=lambda one: abs(one.needed_bytes - taken.needed_bytes)):
         if min(abs(one.needed_bytes - other.needed_bytes) for other in shown) > _CLOSE * budget_bytes:
             shown.append(one)
     for one in sorted(found.tried, key=lambda one: one.seconds):
@@ -88,7 +87,6 @@ def choices(plan: MemoryPlan, name: Callable[[Scheme], str] = str) -> tuple[Choi
             step_time_ratio=one.seconds / plain.seconds,
             results=one.scheme.exactness.results,
             is_plan=one is found.best,
-            is_unbeaten=any(one is other for other in unbeaten),
         )
         for one in sorted(shown[:_MAX_CHOICES], key=lambda one: -one.needed_bytes)
     )
@@ -116,7 +114,7 @@ def plan_table(plan: MemoryPlan) -> RenderableType:
     return Group(answer, "", table, "", note, *layers)
 
 
-_HEIGHT, _LEFT, _TOP, _BOTTOM, _MARGIN = 460, 56, 56, 404, 14
+_HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 460, 56, WIDTH - 14, 56, 404
 _AXIS_MARGIN = 0.14  # of an axis, beyond its outermost points
 
 
@@ -124,21 +122,20 @@ def picture(plan: MemoryPlan) -> Picture:
     """Draw a plan."""
     found = choices(plan)
     rows: list[tuple[str, ...]] = []
-    for number, one in enumerate(found, start=1):
-        cells = (format_bytes(one.needed_bytes), f"{one.share:.1%}", ratio(one.step_time_ratio), one.results)
-        rows += [(f"{number}. {'the plan: ' * one.is_plan}{one.name}",), cells]
+    for number, (one, (_, *numbers, _)) in enumerate(zip(found, cells(found)[1:], strict=True), start=1):
+        rows += [(f"{number}. {'the plan: ' * one.is_plan}{one.name}",), tuple(numbers)]
     return Picture(
         verdict(plan),
         lead=f"Memory against {TIMES}.",
         name="memory needed",
         height=_HEIGHT,
-        draw=lambda width: _draw(plan, found, width - _MARGIN),
+        drawing="".join(_draw(plan, found)),
         side=[Rows("memory", rows, columns=("of budget", "step time", "results"))],
         is_good=True,
     )
 
 
-def _draw(plan: MemoryPlan, found: Sequence[Choice], right: int) -> Iterator[str]:
+def _draw(plan: MemoryPlan, found: Sequence[Choice]) -> Iterator[str]:
     unit_bytes, unit = unit_of(max(found[0].needed_bytes, plan.budget_bytes))
     times = [one.step_time_ratio for one in found]
     first, last = _axis(min(times), slowest_shown(times), 0.1)
@@ -147,28 +144,26 @@ def _draw(plan: MemoryPlan, found: Sequence[Choice], right: int) -> Iterator[str
     low = max(low, 0)
 
     def at(time: float, num_bytes: float) -> tuple[float, float]:
-        x = _LEFT + (min(time, last) - first) / (last - first) * (right - _LEFT)
+        x = _LEFT + (min(time, last) - first) / (last - first) * (_RIGHT - _LEFT)
         return x, _BOTTOM - (num_bytes - low) / (high - low) * (_BOTTOM - _TOP)
 
     limit = at(first, plan.budget_bytes)[1]
-    yield rectangle(_LEFT, _TOP, right - _LEFT, limit - _TOP, "beyond")
-    for time in _ticks(first, last, max(4, right // 100)):
+    yield rectangle(_LEFT, _TOP, _RIGHT - _LEFT, limit - _TOP, "beyond")
+    for time in ticks(first, last, 8):
         x = at(time, low)[0]
         yield f'<path class="grid" d="M{x:.1f} {_TOP}V{_BOTTOM}"/>{text_at(x, _BOTTOM + 20, f"{time:g}", "middle")}'
-    for size in _ticks(low / unit_bytes, high / unit_bytes, 6):
+    for size in ticks(low / unit_bytes, high / unit_bytes, 6):
         y = at(first, size * unit_bytes)[1]
-        yield f'<path class="grid" d="M{_LEFT} {y:.1f}H{right}"/>{text_at(_LEFT - 8, y + 5, f"{size:g}", "end")}'
-    yield f'<path class="limit bad" d="M{_LEFT} {limit:.1f}H{right}"/>'
+        yield f'<path class="grid" d="M{_LEFT} {y:.1f}H{_RIGHT}"/>{text_at(_LEFT - 8, y + 5, f"{size:g}", "end")}'
+    yield f'<path class="limit bad" d="M{_LEFT} {limit:.1f}H{_RIGHT}"/>'
     yield text_at(_LEFT, _TOP - 32, f"budget {format_bytes(plan.budget_bytes)}", "strong bad")
     yield text_at(_LEFT - 10, _TOP - 8, unit, "end faint")
-    yield text_at((_LEFT + right) / 2, _BOTTOM + 44, TIMES, "middle small faint")
+    yield text_at((_LEFT + _RIGHT) / 2, _BOTTOM + 44, TIMES, "middle small faint")
     tried = [(one.seconds / plan.found.plain.seconds, one.needed_bytes) for one in plan.found.tried]
     yield from (f'<circle class="other" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in (at(*one) for one in tried))
-    front = stairs(sorted((one.step_time_ratio, one.needed_bytes) for one in found if one.is_unbeaten))
-    yield f'<path class="front" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in (at(*corner) for corner in front))}"/>'
     for number, one in enumerate(found, start=1):
         x, y = at(one.step_time_ratio, one.needed_bytes)
-        kind = "good" if one.is_plan else "" if one.fits and one.is_unbeaten else "faint"
+        kind = "good" if one.is_plan else "" if one.fits else "faint"
         yield f'<circle class="mark {kind}" cx="{x:.1f}" cy="{y:.1f}" r="11"/>'
         yield text_at(x, y + 5, str(number), "middle small strong inside")
         if one.step_time_ratio > last:  # far slower than the others: at the end of the axis
@@ -178,11 +173,6 @@ def _draw(plan: MemoryPlan, found: Sequence[Choice], right: int) -> Iterator[str
 def _axis(first: float, last: float, least: float) -> tuple[float, float]:
     margin = _AXIS_MARGIN * max(last - first, least)
     return first - margin, last + margin
-
-
-def _ticks(low: float, high: float, most: int) -> list[float]:
-    step = round_step((high - low) / most)
-    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """What a running estimate is doing, a line on a terminal; and its results as people see them."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
-from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import lightning.pytorch as pl
 from rich.console import Console
@@ -16,48 +16,30 @@ _Result = TypeVar("_Result")
 _WIDTH = 60  # of a stage's name, in characters
 
 
-class ProgressDisplay:
-    """Show the current stage: ``with ProgressDisplay() as on_progress: on_progress("tracing the step", 0.5)``.
+@contextmanager
+def show_progress(
+    trainer: pl.Trainer | None = None, *, console: Console | None = None
+) -> Iterator[Callable[[str, float], None]]:
+    """Yield a function that shows a stage, and which share of it is done.
 
-    Nothing is left on the screen at the end. Without a terminal, as in a
-    log file, nothing is written. By default it writes to stderr, so that the answer alone goes to stdout.
+    Nothing is left on the screen at the end, nothing is written where there is no terminal, or where ``trainer`` shows
+    no progress bar. By default it writes to stderr, so that the answer alone goes to stdout.
     """
+    console = console or Console(stderr=True)
+    is_shown = trainer is None or (trainer.is_global_zero and trainer.progress_bar_callback is not None)
+    name = TextColumn("{task.description}", table_column=Column(max_width=_WIDTH, no_wrap=True, overflow="ellipsis"))
+    columns = (SpinnerColumn(), name, BarColumn(bar_width=24), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)
+    ) as progress:
+        task = progress.add_task("", visible=False, total=1.0)
 
-    def __init__(self, console: Console | None = None, *, is_shown: bool = True) -> None:
-        console = console or Console(stderr=True)
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}", table_column=Column(max_width=_WIDTH, no_wrap=True, overflow="ellipsis")),
-            BarColumn(bar_width=24),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not (is_shown and console.is_terminal),
-        )
-        self._stage = ""
+        def show(stage: str, done: float) -> None:
+            if stage != progress.tasks[0].description:
+                progress.reset(task, description=stage, visible=True)
+            progress.update(task, completed=done)
 
-    @classmethod
-    def of(cls, trainer: pl.Trainer) -> Self:
-        """Make one that is shown where the Trainer shows a progress bar, by rank zero."""
-        return cls(is_shown=trainer.is_global_zero and trainer.progress_bar_callback is not None)
-
-    def __call__(self, stage: str, done: float) -> None:
-        """Show how far a stage is."""
-        if stage != self._stage:
-            for task in self._progress.task_ids:
-                self._progress.remove_task(task)
-            self._progress.add_task(stage, total=1.0)
-            self._stage = stage
-        self._progress.update(self._progress.task_ids[0], completed=done)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, place: TracebackType | None
-    ) -> None:
-        self._progress.stop()
+        yield show
 
 
 def shown(work: Callable[_P, Any], kind: type[_Result]) -> Callable[_P, _Result]:
@@ -71,7 +53,7 @@ def shown(work: Callable[_P, Any], kind: type[_Result]) -> Callable[_P, _Result]
         if kwargs.get("on_progress") is not None:
             found = work(*args, **kwargs)
         else:
-            with ProgressDisplay() as kwargs["on_progress"]:
+            with show_progress() as kwargs["on_progress"]:
                 found = work(*args, **kwargs)
         return kind(**{field.name: getattr(found, field.name) for field in fields(found)})
 

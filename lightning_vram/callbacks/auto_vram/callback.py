@@ -15,14 +15,12 @@ from lightning_vram.argument_checks import check_bool, check_choice
 from lightning_vram.callbacks.auto_vram.decision import (
     NAME,
     AppliedPlan,
-    Decision,
     FirstSteps,
     PlanRequest,
     can_repeat_step,
     decide,
     faster_scheme,
     plan_folder,
-    tighter_scheme,
 )
 from lightning_vram.callbacks.hook_points import (
     OutOfMemoryRelief,
@@ -40,10 +38,10 @@ from lightning_vram.memory.device.accelerators import ProcessLimit, can_limit, h
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.scheme import LEVELS, Exactness, Part, Scheme
 from lightning_vram.planner.search import CHECKPOINTING, may_be_guarded
-from lightning_vram.report.progress import ProgressDisplay
+from lightning_vram.report.progress import show_progress
 
 _BUDGET = f"{NAME}(budget)"
-_BETWEEN_RUNS = dict.fromkeys(("_decision", "_parts", "_first_steps", "_limit"))
+_BETWEEN_RUNS = dict.fromkeys(("_plan", "_first_steps", "_limit"))
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -100,6 +98,10 @@ class AutoVRAM(Callback):
     takes_no_memory = True  # an estimate leaves it out
     uses_gradients = False  # so that optimizers may step before: see FSDPOffloadStrategy
 
+    _plan: AppliedPlan | None = None
+    _first_steps: FirstSteps | None = None
+    _limit: ProcessLimit | None = None
+
     def __init__(
         self,
         budget: int | float | str = AUTO,
@@ -120,16 +122,12 @@ class AutoVRAM(Callback):
         self.cache = cache
         self.budget_bytes: int | None = None
         self._level = LEVELS[allow]
-        self._decision: Decision | None = None
-        self._parts: AppliedPlan | None = None
-        self._first_steps: FirstSteps | None = None
-        self._limit: ProcessLimit | None = None
         self._most_elements: int | None = None  # of batches that need no warning
 
     @property
     def scheme(self) -> Scheme | None:
         """The configuration applied in the current fit; ``None`` between fits."""
-        return None if self._parts is None else self._parts.scheme
+        return None if self._plan is None else self._plan.scheme
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -141,7 +139,7 @@ class AutoVRAM(Callback):
         limit = limit_bytes(_BUDGET, self.budget, trainer.strategy.root_device)
         guards = [self._make_guard(trainer)] if can_repeat_step(trainer) else []
         folder = plan_folder(trainer) if self.cache else None
-        with ProgressDisplay.of(trainer) as on_progress:
+        with show_progress(trainer) as on_progress:
             asked = PlanRequest(self._level, self.budget, guards, folder, on_progress)
             decision = decide_together(
                 trainer,
@@ -153,23 +151,21 @@ class AutoVRAM(Callback):
             )
         if decision.kind == "error":
             raise MisconfigurationException(decision.message)
-        self._decision = decision
         self._most_elements = None if _changes_batches(trainer) else decision.num_elements
         self.budget_bytes = decision.budget_bytes or None
         is_guarded = decision.is_tight and may_be_guarded(part.name for part in decision.scheme.parts)
-        self._parts = AppliedPlan(trainer, decision.scheme, guards if is_guarded else [])
+        self._plan = AppliedPlan(trainer, decision, guards if is_guarded else [])
         if decision.kind == "fallback":
             is_guarded &= bool(guards)
-            before_strategy_setup(trainer, lambda: self._fall_back(trainer, decision.message, limit, is_guarded))
+            before_strategy_setup(trainer, partial(self._fall_back, trainer, self._plan, limit, is_guarded))
         else:
             (rank_zero_info if decision.kind == "info" else rank_zero_warn)(decision.message)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         forget_shared(trainer)
-        device = trainer.strategy.root_device
-        is_planned = self._decision is not None and self._decision.found is not None
-        if self.replan and is_planned and self._parts is not None and self._parts.scheme.parts and has_cache(device):
+        device, plan = trainer.strategy.root_device, self._plan
+        if self.replan and plan is not None and plan.decision.found and plan.scheme.parts and has_cache(device):
             self._first_steps = FirstSteps(device)
 
     @override
@@ -190,9 +186,9 @@ class AutoVRAM(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         took = None if self._first_steps is None else self._first_steps.end_batch()
-        if took is not None:
+        if took is not None and self._plan is not None:
             self._first_steps = None
-            self._correct(trainer, *took)
+            _correct(self._plan, RankAgreement(rank_timeout(trainer)), *took)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -207,34 +203,12 @@ class AutoVRAM(Callback):
         return vars(self) | _BETWEEN_RUNS  # a copy is not part of any run
 
     def _end(self, exception: BaseException | None = None) -> None:
-        parts, limit = self._parts, self._limit
+        plan, limit = self._plan, self._limit
         vars(self).update(_BETWEEN_RUNS)
         if limit is not None:
             limit.remove()
-        if parts is not None:
-            parts.end(exception)
-
-    def _correct(self, trainer: pl.Trainer, seconds: float, reserved_bytes: int) -> None:
-        """Plan again, by the largest measurement of all ranks. A collective."""
-        decision, parts = self._decision, self._parts
-        assert decision is not None
-        assert decision.found is not None
-        assert parts is not None
-        ranks = RankAgreement(rank_timeout(trainer))
-        try:
-            nanoseconds, reserved_bytes = ranks.largest(int(seconds * 1e9), reserved_bytes)
-        finally:
-            ranks.close()
-        scheme = faster_scheme(decision.found, parts.scheme, decision.budget_bytes, nanoseconds / 1e9)
-        if reserved_bytes > decision.budget_bytes:
-            scheme = tighter_scheme(parts.scheme, decision.found, may_checkpoint=_may_checkpoint(trainer))
-        end = "The plan is kept." if scheme is None else f"The run continues with {scheme}."
-        rank_zero_info(
-            f"{NAME}: a step takes {nanoseconds / 1e6:.1f} ms and reserves {format_bytes(reserved_bytes)} of the "
-            f"{format_bytes(decision.budget_bytes)}. {end}"
-        )
-        if scheme is not None:
-            parts.change(scheme)
+        if plan is not None:
+            plan.end(exception)
 
     def _make_guard(self, trainer: pl.Trainer) -> Callback:
         """Make the callback that repeats a step after an OOM."""
@@ -242,31 +216,20 @@ class AutoVRAM(Callback):
         note = f"{NAME}: no tighter plan is left."
         if self._level == Exactness.EXACT:
             note += " allow='lossless' would split the batch into micro-batches."
-        guard.relief = OutOfMemoryRelief(partial(self._tighten, trainer), self._level >= Exactness.LOSSLESS, note)
+        guard.relief = OutOfMemoryRelief(self._tighten, self._level >= Exactness.LOSSLESS, note)
         return guard  # type: ignore[no-any-return]
 
-    def _tighten(self, trainer: pl.Trainer) -> bool:
-        if self._parts is None or self._decision is None:
-            return False
-        scheme = tighter_scheme(self._parts.scheme, self._decision.found, may_checkpoint=_may_checkpoint(trainer))
-        if scheme is None or not self._change(scheme):
+    def _tighten(self) -> bool:
+        scheme = None if self._plan is None else self._plan.tighter()
+        if self._plan is None or scheme is None or not self._plan.change(scheme):
             return False
         rank_zero_warn(f"{NAME}: a step ran out of memory in spite of the plan. It is repeated with {scheme}.")
         return True
 
-    def _change(self, scheme: Scheme) -> bool:
-        assert self._parts is not None
-        try:
-            self._parts.change(scheme)
-        except (MisconfigurationException, ValueError):  # no layers that could be checkpointed
-            return False
-        return True
-
-    def _fall_back(self, trainer: pl.Trainer, reason: str, limit: int | None, is_guarded: bool) -> None:  # noqa: FBT001
+    def _fall_back(self, trainer: pl.Trainer, plan: AppliedPlan, limit: int | None, is_guarded: bool) -> None:  # noqa: FBT001
         """Apply what needs no trace, now that all layers exist."""
-        parts, device = self._parts, trainer.strategy.root_device
-        assert parts is not None
-        is_checkpointed = not _may_checkpoint(trainer) or self._change(parts.scheme + CHECKPOINTING)
+        device = trainer.strategy.root_device
+        is_checkpointed = not plan.may_checkpoint or plan.change(plan.scheme + CHECKPOINTING)
         done = [
             "repeated layers are checkpointed" if is_checkpointed else "no repeated layers to checkpoint were found"
         ]
@@ -277,16 +240,29 @@ class AutoVRAM(Callback):
                 self._limit = ProcessLimit(device, limit)
             how = "is not enforced" if self._limit is None else "is enforced"
             done.append(f"the limit of {format_bytes(limit)} on {device} {how}")
+        reason = plan.decision.message
         rank_zero_warn(f"{NAME} cannot plan this run: {reason}.\nThe run continues without a plan: {', '.join(done)}.")
+
+
+def _correct(plan: AppliedPlan, ranks: RankAgreement, seconds: float, reserved_bytes: int) -> None:
+    """Plan again, by the largest measurement of all ranks. A collective."""
+    found, budget_bytes = plan.decision.found, plan.decision.budget_bytes
+    assert found is not None  # else nothing was measured
+    try:
+        nanoseconds, reserved_bytes = ranks.largest(int(seconds * 1e9), reserved_bytes)
+    finally:
+        ranks.close()
+    scheme = faster_scheme(found, plan.scheme, budget_bytes, nanoseconds / 1e9)
+    if reserved_bytes > budget_bytes:
+        scheme = plan.tighter()
+    is_changed = scheme is not None and plan.change(scheme)
+    rank_zero_info(
+        f"{NAME}: a step takes {nanoseconds / 1e6:.1f} ms and reserves {format_bytes(reserved_bytes)} of the "
+        f"{format_bytes(budget_bytes)}. {f'The run continues with {scheme}.' if is_changed else 'The plan is kept.'}"
+    )
 
 
 def _changes_batches(trainer: pl.Trainer) -> bool:
     """Whether hooks may change the batches of the loaders, by which the run was planned."""
     owners = [trainer.lightning_module, getattr(trainer, "datamodule", None)]
     return any(is_overridden(hook, owner) for owner in owners if owner is not None for hook in _TRANSFER_HOOKS)
-
-
-def _may_checkpoint(trainer: pl.Trainer) -> bool:
-    """Whether neither the user nor the plan checkpoints layers."""
-    parts = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}  # type: ignore[attr-defined]
-    return CHECKPOINTING.name not in parts

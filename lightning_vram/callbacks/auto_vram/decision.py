@@ -20,6 +20,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_vram.estimation.batches import largest_shape
@@ -98,34 +99,50 @@ def decide(asked: PlanRequest, read: Callable[[], RunningTrainer], free_bytes: i
     started, share = monotonic(), 1 if asked.has_budget else 1 - _MARGIN
     budget_bytes = int(share * (free_bytes or 0))
     try:
-        run = read()
-        decision = _plan(run, budget_bytes, asked, started)
+        return _decide(read(), budget_bytes, asked, started)
     except Exception as error:  # a step on tensors without values may fail where the run does not
-        return _without_plan(reason_of(error), budget_bytes, asked)
-    if decision.kind == "fallback":
-        return decision
-    largest = ""
+        reason = reason_of(error)
+    if asked.has_budget:
+        return Decision(reason, "fallback", None, budget_bytes)
+    later = "; if a step runs out of memory, layers are checkpointed" if asked.guards else ""
+    return Decision(f"{NAME} cannot plan this run: {reason}. The run starts unchanged{later}.", "warning")
+
+
+def _decide(run: RunningTrainer, budget_bytes: int, asked: PlanRequest, started: float) -> Decision:
+    found, note, steps = _find(run, budget_bytes, asked, started)
+    kind: Literal["info", "warning", "error"] = "info"
+    if found.best is not None:
+        text = as_text(plan_table(MemoryPlan(run.device, budget_bytes, found))) + note
+    elif steps.left_out:
+        return Decision(f"no configuration that fits was found in {note}", "fallback", found, budget_bytes)
+    else:
+        device_bytes, may_choose = None if asked.has_budget else budget_bytes, steps.may_choose_strategy
+        workload = Workload(budget_bytes)
+        text = describe_minimum(found.least, workload, asked.level, device_bytes, may_choose_strategy=may_choose)
+        kind = "error" if asked.has_budget else "warning"
+    if kind == "warning":
+        text += " The run continues with the minimum, and will probably run out of memory."
     if len(set(run.sizes)) > 1:
-        largest = f"\nPlanned for the largest of the first {len(run.sizes)} batches, {list(largest_shape(run.batch))}."
-    return replace(decision, message=decision.message + largest, num_elements=max(run.sizes))
+        text += f"\nPlanned for the largest of the first {len(run.sizes)} batches, {list(largest_shape(run.batch))}."
+    return Decision(f"{NAME}: {text}", kind, found, budget_bytes, max(run.sizes))
 
 
-def _plan(run: RunningTrainer, budget_bytes: int, asked: PlanRequest, started: float) -> Decision:
+def _find(run: RunningTrainer, budget_bytes: int, asked: PlanRequest, started: float) -> tuple[Found, str, TracedSteps]:
+    """Return the result, a note on it (or the time limit, if nothing was found by then), and what traced the steps."""
     fit, begun = run.fit, monotonic()
     steps = TracedSteps(run.module, run.batch, fit, asked.on_progress, num_local_ranks=run.num_devices)
     plain = steps(Scheme())
     assert plain is not None  # the user's own run is never refused
     step_seconds = monotonic() - begun
     if plain.needed_bytes <= (_TIGHT if asked.guards else 1) * budget_bytes:  # it fits without guards
-        return _found(run, Found(plain, plain, (plain,)), budget_bytes)
+        return Found(plain, plain, (plain,)), "", steps
     path = None
     if asked.folder is not None:
         name = plan_key(run, plain, (asked.budget, asked.level.name, bool(asked.guards)))
         path = asked.folder / f"{name}.json"
     known = load_plan(path, budget_bytes)
     if known is not None:
-        note = f"\nThe plan was reused from an earlier run, {path}: cache=False makes a new one."
-        return _found(run, known, budget_bytes, note)
+        return known, f"\nThe plan was reused from an earlier run, {path}: cache=False makes a new one.", steps
     if plain.needed_bytes > budget_bytes:  # the bus is not measured for a run that fits
         fit = replace(fit, card=_with_measured_bus(fit.card))
     epoch_seconds = plain.seconds * (run.num_batches or 0) / fit.trainer_arguments["accumulate_grad_batches"]
@@ -137,36 +154,10 @@ def _plan(run: RunningTrainer, budget_bytes: int, asked: PlanRequest, started: f
 
     steps = replace(steps, run=fit, guards=asked.guards, is_late=is_late, tried=[])
     found = steps.search(asked.level, budget_bytes, has_strategies=False)
-    if found.best is not None:
-        save_plan(path, found, budget_bytes)
-        late = f"\nIt is the fastest configuration found in {most}." if steps.left_out else ""
-        return _found(run, found, budget_bytes, late)
-    if steps.left_out:
-        return _without_plan(f"no configuration that fits was found in {most}", budget_bytes, asked, found)
-    return _nothing_fits(steps, found, budget_bytes, asked)
-
-
-def _found(run: RunningTrainer, found: Found, budget_bytes: int, note: str = "") -> Decision:
-    shown = as_text(plan_table(MemoryPlan(run.device, budget_bytes, found)))
-    return Decision(f"{NAME}: {shown}{note}", found=found, budget_bytes=budget_bytes)
-
-
-def _nothing_fits(steps: TracedSteps, found: Found, budget_bytes: int, asked: PlanRequest) -> Decision:
-    device_bytes, may_choose = None if asked.has_budget else budget_bytes, steps.may_choose_strategy
-    workload = Workload(budget_bytes)
-    minimum = describe_minimum(found.least, workload, asked.level, device_bytes, may_choose_strategy=may_choose)
-    if asked.has_budget:
-        return Decision(f"{NAME}: {minimum}", "error", found, budget_bytes)
-    fate = "The run continues with the minimum, and will probably run out of memory."
-    return Decision(f"{NAME}: {minimum} {fate}", "warning", found, budget_bytes)
-
-
-def _without_plan(reason: str, budget_bytes: int, asked: PlanRequest, found: Found | None = None) -> Decision:
-    """Decide without a plan that fits."""
-    if asked.has_budget or found is not None:
-        return Decision(reason, "fallback", found, budget_bytes)
-    later = "; if a step runs out of memory, layers are checkpointed" if asked.guards else ""
-    return Decision(f"{NAME} cannot plan this run: {reason}. The run starts unchanged{later}.", "warning")
+    if found.best is None:
+        return found, most, steps
+    save_plan(path, found, budget_bytes)
+    return found, f"\nIt is the fastest configuration found in {most}." if steps.left_out else "", steps
 
 
 def _with_measured_bus(spec: DeviceSpec | None) -> DeviceSpec | None:
@@ -220,17 +211,17 @@ _LATE = ("ActivationCheckpointing", "ActivationOffload")
 
 
 class AppliedPlan:
-    """Callbacks and plugins of a scheme, during a fit.
+    """Callbacks and plugins of a decision, during a fit.
 
     Make it in a ``setup`` hook: Lightning's loop over the callbacks reaches those that are appended to the list.
     """
 
-    def __init__(self, trainer: pl.Trainer, scheme: Scheme, more: Sequence[Callback] = ()) -> None:
+    def __init__(self, trainer: pl.Trainer, decision: Decision, more: Sequence[Callback] = ()) -> None:
         self._trainer = trainer
         self._callbacks: list[tuple[Part | None, Callback]] = [(None, callback) for callback in more]
         self._precision = trainer.strategy.precision_plugin
-        self.scheme = scheme
-        for part in scheme.parts:
+        self.decision, self.scheme = decision, decision.scheme
+        for part in self.scheme.parts:
             if part.place == "plugins":
                 trainer.strategy.precision_plugin = part.make()
             else:
@@ -241,8 +232,17 @@ class AppliedPlan:
     def _list(self) -> list[Callback]:
         return self._trainer.callbacks  # type: ignore[attr-defined, no-any-return]
 
-    def change(self, scheme: Scheme) -> None:
-        """Switch to another scheme: between two steps, or two tries of one."""
+    @property
+    def may_checkpoint(self) -> bool:
+        """Whether neither the user nor the plan checkpoints layers."""
+        return CHECKPOINTING.name not in {base.__name__ for one in self._list for base in type(one).__mro__}
+
+    def tighter(self) -> Scheme | None:
+        """Return a scheme that needs less; ``None`` if there is none."""
+        return tighter_scheme(self.scheme, self.decision.found, may_checkpoint=self.may_checkpoint)
+
+    def change(self, scheme: Scheme) -> bool:
+        """Switch to another scheme, between two steps or two tries of one; ``False`` if no layers are for it."""
         trainer, module = self._trainer, self._trainer.lightning_module
         wanted = [part for part in scheme.parts if part.name in _LATE]
         for part, callback in list(self._callbacks):
@@ -254,10 +254,14 @@ class AppliedPlan:
         for part in wanted:
             if part not in known:
                 callback = part.make()
-                callback.start_late(trainer)
+                try:
+                    callback.start_late(trainer)
+                except (MisconfigurationException, ValueError):
+                    return False
                 self._callbacks.append((part, callback))
                 self._list.append(callback)
         self.scheme = scheme
+        return True
 
     def end(self, exception: BaseException | None = None) -> None:
         """Undo and remove all of them, at the end of a fit or after an error."""

@@ -7,6 +7,7 @@ what the device has left. It costs the seconds of that estimate and saves no mem
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -34,7 +35,7 @@ from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.plan import SMALLER_BATCH
 from lightning_vram.report.estimate import verdict
-from lightning_vram.report.progress import ProgressDisplay
+from lightning_vram.report.progress import show_progress
 from lightning_vram.report.tables import label
 
 _LIMIT = "MemoryBudget(limit)"
@@ -43,13 +44,7 @@ _HELPS_PER_SAMPLE = f"{SMALLER_BATCH}, MicroBatching('auto'), ActivationCheckpoi
 _HELPS_PER_PARAMETER = "strategy='fsdp_offload' or LeanMixedPrecision('bf16', parameters='bf16+split')"
 
 
-_BETWEEN_RUNS: dict[str, Any] = {
-    "_process_limit": None,
-    "_watch": None,
-    "_expected": {},
-    "_first_step": 0,
-    "_bytes_of_others": 0,
-}
+_OF_A_RUN = ("_process_limit", "_watch", "_expected", "_first_step", "_bytes_of_others")
 
 
 class MemoryBudget(Callback):
@@ -88,6 +83,12 @@ class MemoryBudget(Callback):
     takes_no_memory = True  # an estimate leaves it out
     uses_gradients = False  # so that optimizers may step before: see FSDPOffloadStrategy
 
+    _process_limit: ProcessLimit | None = None
+    _watch: PeakWatch | None = None
+    _expected: Mapping[str, int] = MappingProxyType({})  # allocated bytes, by stage
+    _first_step = 0
+    _bytes_of_others = 0  # on the device before the run
+
     def __init__(
         self,
         limit: int | float | str = AUTO,
@@ -100,11 +101,6 @@ class MemoryBudget(Callback):
         self.limit = limit
         self.on_excess = on_excess
         self.run_callbacks = check_run_callbacks("MemoryBudget(run_callbacks)", run_callbacks)
-        self._process_limit: ProcessLimit | None = None
-        self._watch: PeakWatch | None = None
-        self._expected: Mapping[str, int] = {}  # allocated bytes, by stage
-        self._first_step = 0
-        self._bytes_of_others = 0  # on the device before the run
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -120,7 +116,7 @@ class MemoryBudget(Callback):
             self._process_limit = ProcessLimit(device, limit)
         self._bytes_of_others = bytes_of_others(trainer, pl_module)
         timeout = rank_timeout(trainer)
-        with ProgressDisplay.of(trainer) as on_progress:
+        with show_progress(trainer) as on_progress:
             judge = partial(_judge, on_progress)
             message, fits, self._expected = decide_together(
                 trainer, pl_module, limit, timeout, judge, run_callbacks=self.run_callbacks
@@ -161,12 +157,12 @@ class MemoryBudget(Callback):
         self._end()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | _BETWEEN_RUNS
+        return {name: value for name, value in vars(self).items() if name not in _OF_A_RUN}
 
     def _end(self) -> None:
         if self._process_limit is not None:
             self._process_limit.remove()
-        vars(self).update(_BETWEEN_RUNS)
+        self.__dict__ = self.__getstate__()
 
 
 def _judge(

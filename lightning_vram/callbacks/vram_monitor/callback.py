@@ -40,6 +40,7 @@ from lightning_vram.report.estimate import as_estimate, picture, side_by_side
 
 _NUM_FIRST_BATCHES = 2  # the first shows at once what a step takes, the second holds the optimizer's state as well
 _NUM_TIMED_BATCHES = 1000
+_OF_A_RUN = ("_last", "_largest", "_probe", "_file", "_bar", "_previous_end")
 
 
 class VRAMMonitor(Callback):
@@ -88,6 +89,13 @@ class VRAMMonitor(Callback):
 
     takes_no_memory = True  # an estimate leaves it out
 
+    _last: Measurement | None = None  # reading, of all ranks
+    _largest: Measurement | None = None  # of a stage other than training, until it ends
+    _probe: MemoryProbe | None = None  # of the reading under way
+    _file: Path | None = None
+    _bar: MethodPatch | None = None
+    _previous_end: float | None = None  # of a training batch
+
     def __init__(
         self, every_n_batches: int | None = None, *, track: bool | None = None, path: str | Path | None = "vram.jsonl"
     ) -> None:
@@ -104,12 +112,6 @@ class VRAMMonitor(Callback):
         self.peaks: dict[str, Measurement] = {}
         self.timeline: MemoryTimeline | None = None
         self._seconds: deque[float] = deque(maxlen=_NUM_TIMED_BATCHES)
-        self._last: Measurement | None = None  # reading, of all ranks
-        self._largest: Measurement | None = None  # of a stage other than training, until it ends
-        self._probe: MemoryProbe | None = None  # of the reading under way
-        self._file: Path | None = None
-        self._bar: MethodPatch | None = None
-        self._previous_end: float | None = None  # of a training batch
         self._batches = LastBatches()
         self._allocator_peaks: dict[str, PhasePeaks] = {}  # since the last reading, for each stage
 
@@ -146,8 +148,7 @@ class VRAMMonitor(Callback):
             step = as_estimate(monitor.timeline, limit_bytes)
             judged = "" if limit_bytes is None else ", within the limit" if step.fits else ", above the limit"
             steps[f"{name}: {format_bytes(step.peak_bytes)}{judged}"] = step
-        (title, step), *others = steps.items()
-        drawn = side_by_side(steps, "Peak memory of a training step") if others else picture(step, title)
+        drawn = picture(step, *steps) if baseline is None else side_by_side(steps, "Peak memory of a training step")
         drawn.write(path)
 
     @override
@@ -174,7 +175,7 @@ class VRAMMonitor(Callback):
         self._abort()
         if self._bar is not None:
             self._bar.remove()
-        vars(self).update(self._between_runs())
+        self.__dict__ = self.__getstate__()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -278,11 +279,9 @@ class VRAMMonitor(Callback):
     on_predict_end = on_validation_end
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | self._between_runs()
-
-    def _between_runs(self) -> dict[str, Any]:
-        nothing = dict.fromkeys(("_last", "_largest", "_probe", "_file", "_bar", "_previous_end"))
-        return {"_batches": LastBatches(), "_allocator_peaks": {}, **nothing}
+        """Return the state between runs."""
+        kept = {name: value for name, value in vars(self).items() if name not in _OF_A_RUN}
+        return kept | {"_batches": LastBatches(), "_allocator_peaks": {}}
 
     def _switch_phase(self, phase: Phase) -> None:
         if self._probe is not None:

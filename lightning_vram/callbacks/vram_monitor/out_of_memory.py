@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -28,7 +27,6 @@ from lightning_vram.estimation.running_trainer import describe_device, read_trai
 from lightning_vram.estimation.traced_fit import STEP, FitRun, trace_fit
 from lightning_vram.memory.device.accelerators import empty_cache, has_cache, read_allocator
 from lightning_vram.memory.device.out_of_memory import (
-    FailedRequest,
     OutOfMemorySource,
     path_to_out_of_memory,
     read_failed_request,
@@ -45,8 +43,8 @@ from lightning_vram.planner.scheme import Exactness, Found, Workload
 from lightning_vram.planner.search import fastest
 from lightning_vram.report.estimate import picture
 from lightning_vram.report.out_of_memory import OutOfMemory, Place, Work, page, summary
-from lightning_vram.report.plan import Choice, choices
-from lightning_vram.report.progress import ProgressDisplay
+from lightning_vram.report.plan import choices
+from lightning_vram.report.progress import show_progress
 
 _STAGES = ("train", "validation", "test", "predict")
 _BY_FUNCTION = {
@@ -120,17 +118,12 @@ class LastBatches:
 
     def end_batch(self, trainer: pl.Trainer) -> None:
         """Record that it has ended, and what is allocated on the device."""
-        self.batch = None
-        allocated_bytes = _allocated_bytes(trainer.strategy.root_device)
-        if allocated_bytes is not None:
+        self.batch, device = None, trainer.strategy.root_device
+        if has_cache(device):
             num_before = self.ends[-1][0] if self.ends else 0
             if self.stage == "train":
                 num_before = trainer.fit_loop.epoch_loop.total_batch_idx
-            self.ends.append((num_before + 1, allocated_bytes))
-
-
-def _allocated_bytes(device: torch.device) -> int | None:
-    return read_allocator(device).allocated_bytes if has_cache(device) else None
+            self.ends.append((num_before + 1, read_allocator(device).allocated_bytes))
 
 
 _NAME = "out_of_memory"
@@ -150,7 +143,8 @@ def explain(
     try:
         if trainer.progress_bar_callback is not None:  # it ends before another one begins
             trainer.progress_bar_callback.on_exception(trainer, trainer.lightning_module, error)
-        found, estimate = _with_remedies(trainer, _facts(trainer, error, source, last), last)
+        found = _facts(trainer, error, source, last)
+        estimate = _add_remedies(trainer, found, last)
         folder.mkdir(parents=True, exist_ok=True)
         stem = _NAME if trainer.global_rank == 0 else f"{_NAME}.rank{trainer.global_rank}"
         path = folder / f"{stem}.md"
@@ -161,54 +155,40 @@ def explain(
 
 
 def _facts(trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource, last: LastBatches) -> OutOfMemory:
-    device = trainer.strategy.root_device
-    errors = path_to_out_of_memory(error)
+    """Read off what is known; what was not tracked is searched for, and the rest is of no category."""
+    device, timeline, errors = trainer.strategy.root_device, last.timeline, path_to_out_of_memory(error)
     request = read_failed_request(str(errors[-1]), device)
-    by_category, by_module = _memory_at_error(trainer, last, request)
-    where = f", batch {last.batch_idx}" if last.batch is not None else ""
-    return OutOfMemory(
-        message=str(errors[-1]),
-        source=source,
-        device=str(device),
-        request=request,
-        stage=f"{last.stage}, epoch {trainer.current_epoch}{where}",
-        place=read_place(errors, trainer.lightning_module),
-        by_category=by_category,
-        by_module=by_module,
-        growth=tuple(last.ends),
-    )
-
-
-def _memory_at_error(
-    trainer: pl.Trainer, last: LastBatches, request: FailedRequest
-) -> tuple[dict[str, int], dict[str, int]]:
-    """What was allocated, by category and by module: as it was tracked, else what can be found, and the rest."""
-    device = trainer.strategy.root_device
-    timeline = last.timeline
     if timeline is None or not timeline.peak_bytes:
         with track_memory(trainer.lightning_module, optimizers=trainer.optimizers, inputs=last.batch) as tracker:
             pass
         timeline = tracker.timeline.on(str(device))
     by_category = {str(category): size for category, size in timeline.peak_by_category.items()}
     rest_bytes = (request.allocated_bytes or 0) - timeline.peak_bytes
-    if rest_bytes > 0:
-        by_category[_REST] = rest_bytes
-    return by_category, dict(timeline.peak_by_module)
+    return OutOfMemory(
+        message=str(errors[-1]),
+        source=source,
+        device=str(device),
+        request=request,
+        stage=f"{last.stage}, epoch {trainer.current_epoch}{f', batch {last.batch_idx}' * (last.batch is not None)}",
+        place=read_place(errors, trainer.lightning_module),
+        by_category=by_category | ({_REST: rest_bytes} if rest_bytes > 0 else {}),
+        by_module=dict(timeline.peak_by_module),
+        growth=tuple(last.ends),
+    )
 
 
-def _with_remedies(
-    trainer: pl.Trainer, found: OutOfMemory, last: LastBatches
-) -> tuple[OutOfMemory, MemoryEstimate | None]:
-    reason = _why_not(trainer, found, last)
-    if not reason:
+def _add_remedies(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches) -> MemoryEstimate | None:
+    """Add what would help, by steps on fake tensors; return the estimate of this run's step."""
+    found.no_remedies = _why_not(trainer, found, last)
+    if not found.no_remedies:
         try:
-            with ProgressDisplay.of(trainer) as on_progress:
+            with show_progress(trainer) as on_progress:
                 return _search(trainer, found, last, on_progress)
         except KeyboardInterrupt:
-            reason = "stopped by Ctrl-C."
+            found.no_remedies = "stopped by Ctrl-C."
         except Exception as error:  # a step on tensors without values may fail where the run does not
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0][:_MOST_CHARACTERS]
-    return replace(found, no_remedies=reason), None
+            found.no_remedies = f"{type(error).__name__}: {error}".partition("\n")[0][:_MOST_CHARACTERS]
+    return None
 
 
 def _why_not(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches) -> str:
@@ -230,9 +210,7 @@ def _why_not(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches) -> str:
     return ""
 
 
-def _search(
-    trainer: pl.Trainer, found: OutOfMemory, last: LastBatches, on_progress: Progress
-) -> tuple[OutOfMemory, MemoryEstimate]:
+def _search(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches, on_progress: Progress) -> MemoryEstimate:
     """Run the step on fake tensors, and search for what fits."""
     started, device = monotonic(), trainer.strategy.root_device
     own = read_trainer_arguments(trainer)
@@ -245,7 +223,7 @@ def _search(
     on_progress("tracing baseline", 0.0)
     traced = trace_fit(trainer.lightning_module, last.batch, run)
     stage = estimate_stages(traced, None if card is None else workspaces_of(card))[STEP]
-    found = _with_estimate(found, stage.timeline, is_tracked=last.timeline is not None)
+    _add_estimate(found, stage.timeline, is_tracked=last.timeline is not None)
     step_seconds = monotonic() - started
 
     def is_late() -> bool:
@@ -254,58 +232,45 @@ def _search(
     steps = TracedSteps(trainer.lightning_module, last.batch, run, on_progress, is_late=is_late)
     available = spec if found.budget_bytes is None else DeviceSpec("available to this step", found.budget_bytes)
     estimate = MemoryEstimate(available, {TRAIN: stage}, batch_size=batch_size_of(last.batch) or 0)
-    remedies, cut = _find_remedies(steps, found.budget_bytes, estimate)
-    return replace(found, remedies=remedies, cut=cut), estimate
+    _find_remedies(steps, found, estimate)
+    return estimate
 
 
-def _find_remedies(
-    steps: TracedSteps, budget_bytes: int | None, estimate: MemoryEstimate
-) -> tuple[Sequence[Choice], str]:
-    """Search as a plan does: for what is exact, else for anything; return its table, and what ended it early."""
-    wanted_bytes = estimate.peak_bytes // 2 if budget_bytes is None else budget_bytes  # half, if it is unknown
-    cut = ""
+def _find_remedies(steps: TracedSteps, found: OutOfMemory, estimate: MemoryEstimate) -> None:
+    """Search as a plan does: for what is exact, else for anything; add its table, and what ended it early."""
+    is_known = found.budget_bytes not in (None, 1)  # 1: more was asked for than a step has
+    budget_bytes = found.budget_bytes or estimate.peak_bytes // 2  # half, if it is unknown
     try:
         for level in (Exactness.EXACT, Exactness.ANY):
-            if steps.search(level, wanted_bytes).best is not None:
+            if steps.search(level, budget_bytes).best is not None:
                 break
     except KeyboardInterrupt:
         if not steps.tried:
             raise
-        cut = "Stopped by Ctrl-C: other configurations were not tried."
+        found.cut = "Stopped by Ctrl-C: other configurations were not tried."
     if steps.left_out:
         num = len(steps.left_out)
-        cut = f"Stopped at the limit of {_MOST_SECONDS} s: {num} more configuration{'s' * (num > 1)} not tried."
-    best = fastest(steps.tried, Workload(wanted_bytes).fits)
-    found = Found(best, steps.tried[0], tuple(steps.tried))
-    plan = MemoryPlan(estimate.device, wanted_bytes, found)
+        found.cut = f"Stopped at the limit of {_MOST_SECONDS} s: {num} more configuration{'s' * (num > 1)} not tried."
+    best = fastest(steps.tried, Workload(budget_bytes).fits)
+    plan = MemoryPlan(estimate.device, budget_bytes, Found(best, steps.tried[0], tuple(steps.tried)))
     rows = choices(plan, lambda scheme: f"`{scheme.to_code()}`" if scheme.parts else "baseline")
-    if budget_bytes in (None, 1):  # 1: more was asked for than a step has
-        rows = tuple(replace(row, share=nan, is_plan=False) for row in rows)
-    return rows if len(rows) > 1 else (), cut
+    if len(rows) > 1:
+        found.remedies = rows if is_known else [replace(row, share=nan, is_plan=False) for row in rows]
 
 
-def _with_estimate(found: OutOfMemory, estimated: MemoryTimeline, *, is_tracked: bool) -> OutOfMemory:
+def _add_estimate(found: OutOfMemory, estimated: MemoryTimeline, *, is_tracked: bool) -> None:
     """Add what an estimated step tells: its activations, other tensors of the process, and what it may use."""
-    request, peak_bytes = found.request, estimated.peak_bytes
-    by_category = dict(found.by_category)
+    request, peak_bytes, by_category = found.request, estimated.peak_bytes, found.by_category
     by_category[Category.ACTIVATIONS] += by_category.pop(_REST, 0)  # of a training step it is nearly all of the rest
     allocated_bytes = request.allocated_bytes or 0
-    foreign_bytes = allocated_bytes - peak_bytes
-    if foreign_bytes <= _LARGE_SHARE * allocated_bytes:
-        foreign_bytes = 0  # estimation error
-    else:  # of another model, say
-        by_category[Category.ACTIVATIONS] = max(0, by_category[Category.ACTIVATIONS] - foreign_bytes)
-        by_category[_FOREIGN] = foreign_bytes
-    budget_bytes = None
+    if allocated_bytes - peak_bytes > _LARGE_SHARE * allocated_bytes:  # of another model, say; less is estimation error
+        found.foreign_bytes = by_category[_FOREIGN] = allocated_bytes - peak_bytes
+        by_category[Category.ACTIVATIONS] = max(0, by_category[Category.ACTIVATIONS] - found.foreign_bytes)
     if request.room_bytes is not None:  # at least what was requested is missing, as it seems
-        budget_bytes = max(1, min(request.room_bytes - foreign_bytes, peak_bytes - (request.asked_bytes or 0)))
-    return replace(
-        found,
-        budget_bytes=budget_bytes,
-        by_category=by_category,
-        by_module=found.by_module if is_tracked else dict(estimated.peak_by_module),
-        foreign_bytes=foreign_bytes,
-    )
+        room_bytes = request.room_bytes - found.foreign_bytes
+        found.budget_bytes = max(1, min(room_bytes, peak_bytes - (request.asked_bytes or 0)))
+    if not is_tracked:
+        found.by_module = dict(estimated.peak_by_module)
 
 
 def _undo_features(trainer: pl.Trainer) -> None:

@@ -73,8 +73,8 @@ class _Plan(Callback):
         self.row: Row = {}
 
     def setup(self, *_: Any, **__: Any) -> None:
-        decision = self._auto._decision
-        if decision is not None:
+        if self._auto._plan is not None:
+            decision = self._auto._plan.decision
             self.row = {"plan": decision.message, "seconds_with_plan": time.perf_counter() - self._start}
             if decision.found is not None:
                 taken = decision.found.taken

@@ -6,7 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_vram.report.drawing import Spot
 from lightning_vram.report.tables import wrap_name
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ MARK = 6.0  # half of a marker's side, in points
 _NEAR, _FARTHER, _MOST_TRIES = 2.0, 6.0, 60  # points, points, distances
 _LETTER_WIDTH, _LETTER_HEIGHT = 0.68, 1.1  # of a letter, of its size
 
+Spot = tuple[float, float]
 Box = tuple[float, float, float, float]  # left, low, right, high
 
 
@@ -130,6 +130,14 @@ def place_labels(
 def box_around(middle: Spot, width: float, height: float) -> Box:
     """A box by its middle."""
     return middle[0] - width / 2, middle[1] - height / 2, middle[0] + width / 2, middle[1] + height / 2
+
+
+def stairs(front: Sequence[Spot]) -> list[Spot]:
+    """Return the corners of a Pareto front: as small as so far until the next is reached."""
+    corners = list(front[:1])
+    for (_, before), (time, size) in pairwise(front):
+        corners += [(time, before), (time, size)]
+    return corners
 
 
 def lines_between(corners: Sequence[Spot]) -> list[Box]:

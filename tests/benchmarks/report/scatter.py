@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.drawing import stairs, unit_of
+from lightning_vram.report.drawing import unit_of
 from lightning_vram.report.tables import format_seconds
 from tests.benchmarks.report.figures import (
     FAINT,
@@ -12,6 +12,7 @@ from tests.benchmarks.report.figures import (
     INK,
     Entry,
     list_height,
+    stairs,
     style_axes,
     write_list,
     write_numbers,

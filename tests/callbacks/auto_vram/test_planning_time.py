@@ -3,7 +3,8 @@
 import logging
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 
 import lightning.pytorch as pl
@@ -18,7 +19,6 @@ from torch.utils.data import DataLoader
 from lightning_vram import AutoVRAM
 from lightning_vram.callbacks.auto_vram import callback, decision
 from lightning_vram.memory.units import MIB
-from lightning_vram.report.progress import ProgressDisplay
 
 PLAIN_BYTES = 16.78 * MIB  # of a step
 
@@ -40,7 +40,7 @@ class Stages(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.scheme = str(self.auto.scheme)
-        self.num_tried = len(self.auto._decision.found.tried)
+        self.num_tried = len(self.auto._plan.decision.found.tried)
 
 
 @pytest.fixture
@@ -131,20 +131,14 @@ def test_ctrl_c_ends_the_fit_as_it_always_does(make_trainer, tmp_path, place):
     fit(make_trainer, AutoVRAM("1GiB"))  # the process can plan again
 
 
-@pytest.mark.parametrize("shows", [True, False])
-def test_progress_is_shown_where_the_trainer_shows_some(make_trainer, monkeypatch, shows):
+def test_progress_is_shown(make_trainer, monkeypatch):
     stages: list[str] = []
 
-    class Display(ProgressDisplay):
-        def __init__(self, *, is_shown: bool) -> None:
-            assert is_shown is shows
+    @contextmanager
+    def show_progress(trainer: pl.Trainer) -> Iterator[Callable[[str, float], None]]:
+        yield lambda stage, done: stages.append(stage)
+        stages.append("end")
 
-        def __enter__(self) -> object:
-            return lambda stage, done: stages.append(stage)
-
-        def __exit__(self, *_: object) -> None:
-            stages.append("end")
-
-    monkeypatch.setattr(callback, "ProgressDisplay", Display)
-    fit(make_trainer, AutoVRAM("1GiB"), enable_progress_bar=shows)
+    monkeypatch.setattr(callback, "show_progress", show_progress)
+    fit(make_trainer, AutoVRAM("1GiB"))
     assert stages == ["tracing baseline", "end"]

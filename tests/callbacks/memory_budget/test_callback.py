@@ -2,6 +2,7 @@ import logging
 import random
 import re
 import threading
+from contextlib import nullcontext
 
 import lightning.pytorch as pl
 import numpy
@@ -14,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_vram import ActivationCheckpointing, EmptyCache, LeanMixedPrecision, MemoryBudget, estimate_memory
 from lightning_vram.callbacks.memory_budget import callback
 from lightning_vram.estimation.estimate import Estimator
-from lightning_vram.report.progress import ProgressDisplay
 
 pytestmark = pytest.mark.filterwarnings("ignore:MemoryBudget. Does not fit")
 
@@ -315,18 +315,8 @@ class Batches:
         return len(self.batches)
 
 
-@pytest.mark.parametrize("shows", [True, False])
-def test_progress_is_shown_where_the_trainer_shows_some(make_trainer, monkeypatch, shows):
+def test_progress_is_shown(make_trainer, monkeypatch):
     seen = []
-
-    class Display(ProgressDisplay):
-        def __init__(self, *, is_shown):
-            super().__init__(is_shown=is_shown)
-            seen.append(is_shown)
-
-        def __call__(self, stage, done):
-            seen.append(stage)
-
-    monkeypatch.setattr(callback, "ProgressDisplay", Display)
-    make_trainer(callbacks=[MemoryBudget("1B")], max_steps=1, enable_progress_bar=shows).fit(LitTiny(TinyCNN()))
-    assert seen == [shows, "tracing the step", "searching for the largest batch"]
+    monkeypatch.setattr(callback, "show_progress", lambda trainer: nullcontext(lambda stage, done: seen.append(stage)))
+    make_trainer(callbacks=[MemoryBudget("1B")], max_steps=1).fit(LitTiny(TinyCNN()))
+    assert seen == ["tracing the step", "searching for the largest batch"]

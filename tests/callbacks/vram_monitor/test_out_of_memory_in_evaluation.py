@@ -78,7 +78,10 @@ def explain(make_trainer, tmp_path):
 def growing(monkeypatch):
     """A device on which each batch leaves a MiB more."""
     readings = iter(range(40 * MIB, 400 * MIB, MIB))
-    monkeypatch.setattr(last_batches, "_allocated_bytes", lambda device: next(readings))
+    monkeypatch.setattr(last_batches, "has_cache", lambda device: True)
+    monkeypatch.setattr(
+        last_batches, "read_allocator", lambda device: types.SimpleNamespace(allocated_bytes=next(readings))
+    )
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -11,10 +11,10 @@ import pytest
 from support.estimates import GIB, MIB, allocation, estimate_of, timeline_of
 
 from lightning_vram.memory.tracking.timeline import Category, Phase
-from lightning_vram.report.drawing import WIDTHS
-from lightning_vram.report.estimate import BOTTOM, COLORS, HEIGHT, LEFT, MARGIN, TOP, picture, step_scale
+from lightning_vram.report.drawing import WIDTH
+from lightning_vram.report.estimate import BOTTOM, COLORS, HEIGHT, LEFT, MARGIN, TOP, axis_bytes, picture
 
-RIGHT = WIDTHS["wide"] - MARGIN
+RIGHT = WIDTH - MARGIN
 
 
 def page(estimate) -> str:
@@ -25,16 +25,12 @@ def data_of(text: str) -> dict:
     return json.loads(re.search(r"^const data = (.*);$", text, re.MULTILINE)[1])
 
 
-def drawings_of(estimate) -> list[ElementTree.Element]:
-    return [ElementTree.fromstring(found) for found in re.findall(r"<svg.*?</svg>", page(estimate))]
-
-
 def drawing_of(estimate) -> ElementTree.Element:
-    return drawings_of(estimate)[0]
+    return ElementTree.fromstring(re.search(r"<svg.*?</svg>", page(estimate))[0])
 
 
 def height(estimate, num_bytes: int) -> float:
-    return round(BOTTOM - num_bytes / step_scale(estimate).end_bytes * (BOTTOM - TOP), 1)
+    return round(BOTTOM - num_bytes / axis_bytes(estimate) * (BOTTOM - TOP), 1)
 
 
 def test_the_script_gets_every_column():
@@ -113,13 +109,12 @@ def test_everything_stays_within_the_picture():
     fragmented = {"train": replace(stage, reserved_bytes=100 * GIB)}
     estimates = [estimate_of(limit_bytes=limit_bytes) for limit_bytes in (MIB, 600 * MIB, GIB, 80 * GIB)]
     for estimate in (*estimates, estimate_of(stages=fragmented)):
-        for drawing, width in zip(drawings_of(estimate), WIDTHS.values(), strict=True):
-            for found in drawing:
-                if found.tag in ("rect", "text", "circle"):
-                    x = float(found.get("x") or found.get("cx"))
-                    y = float(found.get("y") or found.get("cy"))
-                    assert 0 <= x <= width
-                    assert 0 <= y <= HEIGHT - float(found.get("height") or 0)
+        for found in drawing_of(estimate):
+            if found.tag in ("rect", "text", "circle"):
+                x = float(found.get("x") or found.get("cx"))
+                y = float(found.get("y") or found.get("cy"))
+                assert 0 <= x <= WIDTH
+                assert 0 <= y <= HEIGHT - float(found.get("height") or 0)
 
 
 def test_it_begins_with_the_stage():

@@ -1,6 +1,7 @@
 """The display while an estimate runs."""
 
 import io
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,13 +9,14 @@ from rich.console import Console
 
 from lightning_vram import estimate_memory, plan_memory
 from lightning_vram.demos import ByteGPT
-from lightning_vram.report.progress import ProgressDisplay
+from lightning_vram.report import progress
+from lightning_vram.report.progress import show_progress
 
 
 def show(*calls: tuple[str, float], is_terminal: bool) -> str:
     file = io.StringIO()
     console = Console(file=file, force_terminal=is_terminal, width=100, color_system=None)
-    with ProgressDisplay(console) as on_progress:
+    with show_progress(console=console) as on_progress:
         for stage, done in calls:
             on_progress(stage, done)
     return file.getvalue()
@@ -31,6 +33,15 @@ def test_the_current_stage_stands_alone():
 
 def test_nothing_is_written_where_there_is_no_terminal():
     assert show(("building", 0.0), ("tracing the step", 0.5), is_terminal=False).strip() == ""
+
+
+def test_nothing_is_written_where_a_trainer_shows_no_progress_bar(make_trainer):
+    for is_shown in (True, False):
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=True)
+        with show_progress(make_trainer(enable_progress_bar=is_shown), console=console) as on_progress:
+            on_progress("building", 0.5)
+        assert ("building" in file.getvalue()) == is_shown
 
 
 def test_the_screen_is_left_as_it_was():
@@ -50,7 +61,7 @@ def test_a_long_name_leaves_room():
 @pytest.mark.parametrize("work", [estimate_memory, plan_memory])
 def test_python_calls_show_what_they_do_unless_the_caller_listens(work, monkeypatch):
     seen, heard = [], []
-    monkeypatch.setattr(ProgressDisplay, "__call__", lambda self, stage, done: seen.append(stage))
+    monkeypatch.setattr(progress, "show_progress", lambda: nullcontext(lambda stage, done: seen.append(stage)))
     gpt, tokens = ByteGPT(num_layers=1, width=16, sequence_length=16), torch.zeros(2, 17, dtype=torch.int64)
     work(gpt, tokens, device="cpu")
     assert seen

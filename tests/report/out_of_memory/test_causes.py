@@ -20,7 +20,6 @@ from lightning_vram.report.out_of_memory import (
     Place,
     Work,
     find_cause,
-    grown_bytes_per_batch,
     page,
     summary,
 )
@@ -74,7 +73,7 @@ def test_a_host_that_really_runs_out_is_told_from_the_device(allocate, asked_byt
     ],
 )
 def test_growth_is_steady_and_large(ends, expected):
-    assert grown_bytes_per_batch(replace(FOUND, growth=tuple(ends))) == expected
+    assert replace(FOUND, growth=tuple(ends)).leaked_bytes == expected
 
 
 # 24 GiB, of which a desktop has 400 MiB; 64 MiB would be there without it

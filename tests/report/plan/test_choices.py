@@ -30,7 +30,6 @@ def test_what_is_close_to_another_is_shown_once_and_what_is_beaten_for_its_parts
         ("MicroBatching(size=2)", 700),
     ]
     assert [one.is_plan for one in found].index(True) == 2
-    assert [one.is_unbeaten for one in found].index(False) == 4
     assert [one.fits for one in found] == [False, False, True, True, True, True, True]
     assert {one.results for one in found[:-1]} == {"exact"}
     assert found[-1].results == "lossless"

@@ -6,49 +6,41 @@ from xml.etree import ElementTree
 import pytest
 from support.plans import OFFLOAD, measured, plan_of, tried
 
-from lightning_vram.report.drawing import WIDTHS
+from lightning_vram.report.drawing import WIDTH
 from lightning_vram.report.plan import picture
 
 SLOW = (*tried(), measured(OFFLOAD, OFFLOAD, mib=600, ms=900))
 
 
-def drawings_of(plan) -> list[ElementTree.Element]:
-    return [ElementTree.fromstring(found) for found in re.findall(r"<svg.*?</svg>", picture(plan).page())]
+def drawing_of(plan) -> ElementTree.Element:
+    return ElementTree.fromstring(re.search(r"<svg.*?</svg>", picture(plan).page())[0])
 
 
 def marks_of(drawing) -> list[ElementTree.Element]:
     return [found for found in drawing if (found.get("class") or "").startswith("mark")]
 
 
-def test_there_is_a_drawing_for_wide_and_one_for_narrow_screens():
-    wide, narrow = drawings_of(plan_of())
-    assert [found.get("viewBox").split()[2] for found in (wide, narrow)] == [str(width) for width in WIDTHS.values()]
-    assert len(marks_of(wide)) == len(marks_of(narrow)) == 7
-
-
 def test_markers_are_in_order_of_their_times_and_sizes():
-    for drawing in drawings_of(plan_of()):
-        places = [(float(found.get("cx")), float(found.get("cy"))) for found in marks_of(drawing)]
-        first, plan, last = places[0], places[2], places[6]  # 4000, 2040, 700 MiB; 1.0, 1.15, 1.8 times
-        assert (plan[0] - first[0]) / (last[0] - first[0]) == pytest.approx(0.15 / 0.8, abs=0.01)
-        assert (plan[1] - first[1]) / (last[1] - first[1]) == pytest.approx(1960 / 3300, abs=0.01)
+    marks = marks_of(drawing_of(plan_of()))
+    assert len(marks) == 7
+    places = [(float(found.get("cx")), float(found.get("cy"))) for found in marks]
+    first, plan, last = places[0], places[2], places[6]  # 4000, 2040, 700 MiB; 1.0, 1.15, 1.8 times
+    assert (plan[0] - first[0]) / (last[0] - first[0]) == pytest.approx(0.15 / 0.8, abs=0.01)
+    assert (plan[1] - first[1]) / (last[1] - first[1]) == pytest.approx(1960 / 3300, abs=0.01)
 
 
 def test_one_that_is_far_slower_stands_at_the_edge_with_its_time():
-    for drawing in drawings_of(plan_of(SLOW)):
-        right = max(float(found.get("cx")) for found in marks_of(drawing))
-        assert float(marks_of(drawing)[7].get("cx")) == right
-        texts = [found.text for found in drawing if found.tag == "text"]
-        assert "9.00x" in texts
+    drawing = drawing_of(plan_of(SLOW))
+    right = max(float(found.get("cx")) for found in marks_of(drawing))
+    assert float(marks_of(drawing)[7].get("cx")) == right
+    assert "9.00x" in [found.text for found in drawing if found.tag == "text"]
 
 
 def test_nothing_leaves_the_drawing():
-    for drawing, width in zip(drawings_of(plan_of(SLOW)), WIDTHS.values(), strict=True):
-        for found in drawing:
-            if found.tag in ("rect", "text", "circle"):
-                x = float(found.get("x") or found.get("cx"))
-                assert 0 <= x <= width
-                assert 0 <= float(found.get("y") or found.get("cy")) <= 460
+    for found in drawing_of(plan_of(SLOW)):
+        if found.tag in ("rect", "text", "circle"):
+            assert 0 <= float(found.get("x") or found.get("cx")) <= WIDTH
+            assert 0 <= float(found.get("y") or found.get("cy")) <= 460
 
 
 def test_the_table_has_every_choice():
