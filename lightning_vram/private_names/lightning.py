@@ -175,7 +175,6 @@ def update_metrics(trainer: pl.Trainer, kind: str, values: Mapping[str, Any]) ->
     metrics[kind].update(values)
 
 
-AFTER_CLOSURE = "_after_closure"  # of a precision plugin
 ScriptLauncher = _SubprocessScriptLauncher
 MockOptimizer = _MockOptimizer
 
