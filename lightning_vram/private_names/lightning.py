@@ -1,6 +1,6 @@
 """Private names of Lightning: Trainer, loops, logging, strategies, callbacks, files, command line."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -162,17 +162,6 @@ def logging_from(module: pl.LightningModule, hook: str) -> Iterator[None]:
 def runs_in_hook(module: pl.LightningModule, hook: str) -> bool:
     """Whether ``hook`` of ``module`` is running."""
     return module._current_fx_name == hook
-
-
-def update_metrics(trainer: pl.Trainer, kind: str, values: Mapping[str, Any]) -> None:
-    """Add to the trainer's ``callback_metrics``, ``logged_metrics`` or ``progress_bar_metrics``."""
-    connector = trainer._logger_connector
-    metrics: dict[str, dict[str, Any]] = {
-        "callback_metrics": connector._callback_metrics,
-        "logged_metrics": connector._logged_metrics,
-        "progress_bar_metrics": connector._progress_bar_metrics,
-    }
-    metrics[kind].update(values)
 
 
 ScriptLauncher = _SubprocessScriptLauncher

@@ -70,9 +70,7 @@ def check_module(trainer: pl.Trainer) -> None:
             "own configuration and remove the callback."
         )
     elif isinstance(strategy, FSDPStrategy) and strategy.cpu_offload.offload_params:
-        why = (
-            "FSDPStrategy(cpu_offload=True): FSDP1 accumulates wrong gradients. Use FSDP2: ModelParallelStrategy."
-        )
+        why = "FSDPStrategy(cpu_offload=True): FSDP1 accumulates wrong gradients. Use FSDP2: ModelParallelStrategy."
     if why is not None:
         raise MisconfigurationException(f"{_SCHEDULER} does not work with {why}")
 
