@@ -235,7 +235,7 @@ class AccumulationScheduler(FitTechnique):
     def state_dict(self) -> dict[str, Any]:
         if self._window.batch is None and self._run is None:
             return {}
-        return self._window.state_dict(is_interrupted=self._run is not None and self._run.is_interrupted)
+        return self._window.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -268,7 +268,7 @@ class AccumulationScheduler(FitTechnique):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._run is not None
         # Tuners may have trained before.
-        self._window.load_state_dict(self._resumed or AccumulationWindow().state_dict(is_interrupted=False))
+        self._window.load_state_dict(self._resumed or AccumulationWindow().state_dict())
         self._run.set_factor()
         self._run.logged_factor = None  # tuners take the loggers away
         largest = self._run.read_schedule().largest
@@ -279,8 +279,6 @@ class AccumulationScheduler(FitTechnique):
     @override
     def _undo(self) -> None:
         if self._run is not None:
-            if self._run.is_interrupted and not self._run.is_over:
-                self._window.position -= 1  # for a checkpoint that another callback makes of the exception
             self._run.end()
         self._run = None
 

@@ -6,7 +6,8 @@ multiplied by ``w`` as they come; gradients are divided by the sum, one reduced 
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -95,16 +96,17 @@ class AccumulationWindow:
     """
 
     length: int = 1  # micro-batches planned
-    position: int = 1  # of the current or last micro-batch, from 1
-    batch: int | None = None  # number of that batch in the run (``batch_progress.total.ready``); ``None`` before any
-    num_begun: int = 0  # since the window, or the process that resumed it, began: equal on all ranks
+    num_done: int = 1  # of them
+    batch: int | None = None  # number of the last one in the run (``batch_progress.total.ready``); ``None`` before any
+    num_begun: int = 0  # since the window, or the process that resumed it, began
     num_held: int = 0  # those of them with gradients
+    is_running: bool = False  # whether there is one that has begun and is not done
     is_held: bool = False  # whether the current one counts already
 
     @property
     def is_full(self) -> bool:
         """Whether the optimizer steps with the current micro-batch."""
-        return self.position >= self.length
+        return self.num_done + self.is_running >= self.length
 
     @property
     def is_first(self) -> bool:
@@ -114,14 +116,18 @@ class AccumulationWindow:
     def open(self, length: int) -> None:
         """Begin the next window."""
         self.length = length
-        self.position = self.num_begun = self.num_held = 0
+        self.num_done = self.num_begun = self.num_held = 0
 
-    def begin(self, batch: int) -> None:
-        """Begin a micro-batch."""
-        self.position += 1
+    @contextmanager
+    def run(self, batch: int) -> Iterator[None]:
+        """A micro-batch; one that fails is not done, and a checkpoint within it runs it again."""
+        self.batch, self.is_held, self.is_running = batch, False, True
         self.num_begun += 1
-        self.batch = batch
-        self.is_held = False
+        try:
+            yield
+            self.num_done += 1
+        finally:
+            self.is_running = False
 
     def hold(self) -> bool:
         """Count the current micro-batch, once for several backward passes; return whether it is the first."""
@@ -130,15 +136,13 @@ class AccumulationWindow:
         self.is_held = True
         return is_new
 
-    def state_dict(self, *, is_interrupted: bool) -> dict[str, Any]:
-        """What a checkpoint needs, without gradients. If interrupted, the current micro-batch will run again."""
-        return {"length": self.length, "position": self.position - is_interrupted, "batch": self.batch}
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs, without gradients."""
+        return {"length": self.length, "num_done": self.num_done, "batch": self.batch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue in the middle of a window, without its gradients."""
-        self.length, self.position, self.batch = (state_dict[key] for key in ("length", "position", "batch"))
-        self.num_begun = self.num_held = 0
-        self.is_held = False
+        vars(self).update(vars(AccumulationWindow(**state_dict)))
 
 
 def _swap_trainer_class(trainer: pl.Trainer, run: "AccumulationRun") -> Callable[[], None]:
@@ -208,16 +212,9 @@ class AccumulationRun:
         self._patches = [MethodPatch(trainer.fit_loop, "setup_data", partial(partial, self._set_up_data))]
         if schedule is not None:
             self.set_factor()
-        self._has_started = False
         self._weights: AccumulationWeights | None = None
         self._norms: NormMomentum | None = None
         self._loss: Tensor | None = None  # the last one of the window
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether a checkpoint made now will run the current micro-batch again."""
-        has_begun = self._has_started and self._epoch_loop.batch_progress.total.ready == self._window.batch
-        return has_begun and not self._is_processed
 
     @property
     def _is_processed(self) -> bool:
@@ -247,7 +244,6 @@ class AccumulationRun:
 
     def start(self, weights: AccumulationWeights | None) -> None:
         """Take over the loops: tuners train before any other hook."""
-        self._has_started = True
         self._weights = weights
         self._patches += [
             MethodPatch(self._optimization, MAKE_BACKWARD, partial(partial, self._make_backward)),
@@ -296,10 +292,6 @@ class AccumulationRun:
         num_left = trainer.num_training_batches - self._epoch_loop.batch_idx  # with the current one
         return int(max(1, min(factor, num_left)))
 
-    def _close_with_epoch(self) -> None:
-        if epoch_ends(self._epoch_loop):
-            self._window.position = self._window.length  # Lightning steps then; a stream does not announce it
-
     def _ends_window(self, inner: Callable[[], Any]) -> bool:
         window, loop = self._window, self._epoch_loop
         # Nothing is accumulated in the epoch that StochasticWeightAveraging adds for batch norm statistics; and the
@@ -309,14 +301,14 @@ class AccumulationRun:
         batch = loop.batch_progress.total.ready
         is_other = batch != window.batch
         if is_other and not self._is_processed:  # it has not begun: another hook asks in on_train_batch_start
-            return (self._plan() if self._begins_window else window.length - window.position) == 1
+            return (self._plan() if self._begins_window else window.length - window.num_done) == 1
         if is_other and not loop.restarting:
             if not epoch_ends(loop):
                 raise MisconfigurationException(
                     "AccumulationScheduler does not work with a batch that is None: ranks would not step together. "
                     "Leave such samples out in the dataset, or let training_step return None."
                 )
-            window.batch, window.position = batch, window.length  # on_train_batch_start returned -1
+            window.batch, window.num_done = batch, window.length  # on_train_batch_start returned -1
         return window.is_full
 
     def _run_batch(
@@ -326,18 +318,19 @@ class AccumulationRun:
             return inner(optimizer, batch_idx, kwargs)
         if self._begins_window:
             self._window.open(self._plan())
-        self._window.begin(self._epoch_loop.batch_progress.total.ready)
-        self._trainer.accumulate_grad_batches = self._window.length
-        if self._weights is not None:
-            self._weights.begin(kwargs["batch"], is_first=self._window.is_first)
-        if self._norms is not None:
-            self._norms.scale(1 / self._window.length)
-        try:
-            result = inner(optimizer, batch_idx, kwargs)
-        finally:
-            if self._norms is not None:  # copies, checkpoints and other callbacks see the momentum they know
-                self._norms.restore()
-        self._close_with_epoch()
+        with self._window.run(self._epoch_loop.batch_progress.total.ready):
+            self._trainer.accumulate_grad_batches = self._window.length
+            if self._weights is not None:
+                self._weights.begin(kwargs["batch"], is_first=self._window.is_first)
+            if self._norms is not None:
+                self._norms.scale(1 / self._window.length)
+            try:
+                result = inner(optimizer, batch_idx, kwargs)
+            finally:
+                if self._norms is not None:  # copies, checkpoints and other callbacks see the momentum they know
+                    self._norms.restore()
+        if epoch_ends(self._epoch_loop):
+            self._window.num_done = self._window.length  # Lightning has stepped; a stream does not announce it
         return result
 
     def _make_zero_grad(self, inner: Callable[..., Any], batch_idx: int, optimizer: Optimizer) -> Any:

@@ -154,4 +154,4 @@ def test_a_test_of_a_checkpoint_does_not_move_the_window(make_trainer, tmp_path)
     trainer = make_trainer(callbacks=[callback], limit_val_batches=0, max_epochs=1)
     trainer.fit(model)
     trainer.test(model, ckpt_path=tmp_path / "middle.ckpt", verbose=False)
-    assert callback.state_dict() == {"length": 4, "position": 4, "batch": 8}
+    assert callback.state_dict() == {"length": 4, "num_done": 4, "batch": 8}
