@@ -164,7 +164,6 @@ def runs_in_hook(module: pl.LightningModule, hook: str) -> bool:
     return module._current_fx_name == hook
 
 
-AFTER_CLOSURE = "_after_closure"  # of a precision plugin
 ScriptLauncher = _SubprocessScriptLauncher
 MockOptimizer = _MockOptimizer
 

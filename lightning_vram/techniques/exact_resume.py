@@ -1,14 +1,14 @@
 """A plain DataLoader that knows its position, so that a run resumes with the next batch. May import: core, memory.
 
 A loader changes its class only. An order cannot be saved, since samplers may draw it bit by bit: what it was drawn from
-is. Data that is skipped is not loaded, only its indices are drawn again. It costs 33 kB for each loader in a
+is. Data that is skipped is not loaded, only its indices are drawn again. It costs some 16 kB for each loader in a
 checkpoint. Random numbers that the dataset draws in workers start anew. Of several ranks one state is saved: the
 samplers of all must go by the same generators, or by seed and epoch (``DistributedSampler``).
 """
 
 import copyreg
+from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -16,14 +16,7 @@ from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from typing_extensions import override
 
-from lightning_vram.core.random_state import (
-    State,
-    read_global_states,
-    read_state,
-    source_of,
-    with_global_states,
-    write_state,
-)
+from lightning_vram.core.random_state import State, read_global_states, source_of, with_global_states
 from lightning_vram.private_names.torch import staying_iterator
 
 _ORDER = "_lightning_vram_order"  # on instances; Lightning passes over names that begin with an underscore
@@ -62,23 +55,29 @@ def make_stateful(loader: DataLoader[Any]) -> None:
     the same order. A state that was saved between two iterations begins a new order; generators that the loader or its
     samplers have for themselves go on as they would have.
 
-    The epoch of a distributed sampler is part of the order that is gone on with. That of a new order is not: with
-    workers it is drawn in ``iter()``, so the epoch has to be set before (Lightning 2.6 sets it after, when it resumes).
+    Samplers are asked for an iterator with the first batch, or in ``iter()`` if there are workers. The epoch of a
+    distributed sampler has to be set before (Lightning 2.6 sets it after ``iter()``, when it resumes); when an order is
+    gone on with, it is that of the order.
 
     Args:
         loader: One that :func:`can_be_stateful` accepts. Again does nothing.
 
     Raises:
-        TypeError: If ``loader`` is no ``DataLoader``.
-        ValueError: If it cannot be stateful.
+        ValueError: If it cannot be stateful, or a sampler has a generator that is not a ``torch.Generator``.
     """
     reason = can_be_stateful(loader)
     original: type[Any] = type(loader)
     if reason:
-        error = ValueError if issubclass(original, DataLoader) else TypeError
-        raise error(f"loader {original.__name__} cannot be made stateful: {reason}.")
+        raise ValueError(f"loader {original.__name__} cannot be made stateful: {reason}.")
     if isinstance(loader, _StatefulLoader):
         return
+    for sampler in _find_samplers(getattr(loader, _sampler_name(loader))):
+        for value in _attributes(sampler).values():
+            if source_of(value) is not None and not isinstance(value, Generator):
+                raise ValueError(
+                    f"A run with the sampler {type(sampler).__name__} cannot be resumed exactly: it draws from a "
+                    f"{type(value).__name__} of its own. Use a torch.Generator, or the global generator, in its place."
+                )
     if original not in _stateful_classes:
         attributes = {"__module__": original.__module__, "__qualname__": original.__qualname__}
         metaclass: Any = type(original)
@@ -110,134 +109,124 @@ def loader_state(loader: DataLoader[Any], *, epoch_has_ended: bool = False) -> S
     if order.loaded is not None:
         return order.loaded
     newest = order.newest
-    if newest is not None and newest.started is not None:
-        return {"num_batches": newest.num_batches, "made": newest.made, "started": newest.started}
+    if newest is not None and newest.drawn_from is not None:
+        return newest.drawn_from | {"num_batches": newest.num_batches}
     # The next order is not drawn yet: of what it depends on, nobody else would save these.
-    return {"num_batches": 0, "own": order.own_states() if newest is None else newest.made["own"]}
+    return {"num_batches": 0, "own": order.own_states() if newest is None else newest.own}
 
 
 def load_loader_state(loader: DataLoader[Any], state: State) -> None:
     """Let the next iteration, and only that, go on where ``state`` was saved; ``ValueError`` if it cannot."""
     order = _order(loader)
-    own = state["own"] if "own" in state else state["made"]["own"]
-    generators = order.own_generators()
-    if state["num_batches"] > len(loader) or len(own) != len(generators):
+    num_generators = len(order.generators())
+    if state["num_batches"] > len(loader) or len(state["own"]) != num_generators:
         raise ValueError(
-            f"load_loader_state(loader, state) begins after {state['num_batches']} batches with {len(own)} generators, "
-            f"the loader has {len(loader)} with {len(generators)}. "
+            f"load_loader_state(loader, state) begins after {state['num_batches']} batches with {len(state['own'])} "
+            f"generators, the loader has {len(loader)} with {num_generators}. "
             "Create the loader as it was when the state was saved."
         )
-    if "own" in state:
-        order.set_own_states(own)
-    order.loaded, order.newest = state if "made" in state else None, None
+    order.set_own_states(state["own"])
+    order.loaded, order.newest = state if "global" in state else None, None
 
 
 def share_generators(loaders: Iterable[DataLoader[Any]]) -> bool:
     """Return whether two of ``loaders`` draw from one generator, which no state of either has as it is now."""
-    generators = [id(generator) for loader in loaders for generator in _order(loader).own_generators()]
+    generators = [generator for loader in loaders for generator in _order(loader).generators()]
     return len(set(generators)) < len(generators)
 
 
-@dataclass
 class _Order:
     """What the order of a loader depends on, and its newest iteration; stands in for the sampler of its iterators."""
 
     # It refers to no iterator, which would keep workers alive.
 
-    sampler: Any  # or batch sampler; inner samplers are found in its attributes
-    generator: Generator | None  # that of the loader, which seeds its workers
-    loaded: State | None = None  # for the next iteration
-    newest: "_Iteration | None" = None
+    def __init__(self, sampler: Any, generator: Generator | None) -> None:
+        self.sampler = sampler  # or batch sampler
+        self._generator = generator  # that of the loader, which seeds its workers
+        self.loaded: State | None = None  # for the next iteration
+        self.newest: _Iteration | None = None
 
     def __iter__(self) -> Iterator[Any]:
         self.newest = _Iteration(self)
-        return self.newest.indices()
+        return self.newest.indices(self)
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def note(self) -> State:
         """Return what an order that is drawn now depends on: generators and, of distributed samplers, the epoch."""
-        epochs = [getattr(each, "epoch", None) if hasattr(each, "set_epoch") else None for each in self._samplers()]
-        epochs = [epoch if isinstance(epoch, int) else None for epoch in epochs]
+        epochs = [getattr(sampler, "epoch", None) for sampler in self._with_epochs()]
         return {"epochs": epochs, "own": self.own_states(), "global": read_global_states()}
 
     def restore(self, note: State) -> None:
         """Set all but the global generators to what they were at the note."""
-        for sampler, epoch in zip(self._samplers(), note["epochs"], strict=False):
-            if epoch is not None and hasattr(sampler, "set_epoch"):
+        for sampler, epoch in zip(self._with_epochs(), note["epochs"], strict=False):
+            if epoch is not None:
                 sampler.set_epoch(epoch)  # first: it may seed a generator
         self.set_own_states(note["own"])
 
-    def own_states(self) -> list[State]:
-        return [read_state(generator) for generator in self.own_generators()]
+    def own_states(self) -> list[Any]:
+        return [generator.get_state() for generator in self.generators()]
 
-    def set_own_states(self, states: list[State]) -> None:
-        for generator, state in zip(self.own_generators(), states, strict=True):
-            write_state(generator, state)
+    def set_own_states(self, states: list[Any]) -> None:
+        for generator, state in zip(self.generators(), states, strict=True):
+            generator.set_state(state.cpu())  # a checkpoint may have been read to another device
 
-    def own_generators(self) -> list[Any]:
+    def generators(self) -> list[Generator]:
         """Return the generators that the loader and its samplers have for themselves."""
-        values = [value for sampler in self._samplers() for _, value in _attributes(sampler)]
-        return list({id(value): value for value in [self.generator, *values] if source_of(value) is not None}.values())
+        values = [value for sampler in _find_samplers(self.sampler) for value in _attributes(sampler).values()]
+        return list(dict.fromkeys(value for value in [self._generator, *values] if isinstance(value, Generator)))
 
-    def _samplers(self) -> list[object]:
-        """Return the sampler and all that it is made of, always in the same order."""
-        found: dict[int, object] = {}
-        waiting = [self.sampler]
-        while waiting:
-            current = waiting.pop()
-            if id(current) not in found:
-                found[id(current)] = current
-                waiting += [part for name, value in _attributes(current) for part in _parts(name, value)]
-        return list(found.values())
+    def _with_epochs(self) -> list[Any]:
+        return [sampler for sampler in _find_samplers(self.sampler) if hasattr(sampler, "set_epoch")]
 
 
-def _parts(name: str, value: object) -> list[object]:
-    if isinstance(value, (list, tuple)):  # of samplers, or of very many indices
-        return list(value) if value and isinstance(value[0], Sampler) else []
-    # What holds a sampler may be no sampler itself: Lightning's DistributedSamplerWrapper has one in a dataset.
-    holds_one = any(isinstance(part, Sampler) for _, part in _attributes(value))
-    return [value] if name.endswith("sampler") or isinstance(value, Sampler) or holds_one else []
+def _find_samplers(sampler: object) -> list[Any]:
+    """Return a sampler and those that it is made of, always in the same order."""
+    found: dict[int, object] = {}
+    waiting = [sampler]
+    while waiting:
+        current = waiting.pop()
+        if id(current) in found:
+            continue
+        found[id(current)] = current
+        for name, value in _attributes(current).items():
+            if isinstance(value, (list, tuple)):  # of samplers, or of very many indices
+                waiting += value if value and isinstance(value[0], Sampler) else []
+                continue
+            # What holds a sampler may be no sampler itself: Lightning's DistributedSamplerWrapper has one in a dataset.
+            holds_one = any(isinstance(part, Sampler) for part in _attributes(value).values())
+            if name.endswith("sampler") or isinstance(value, Sampler) or holds_one:
+                waiting.append(value)
+    return list(found.values())
 
 
-def _attributes(value: object) -> list[tuple[str, object]]:
-    return list(vars(value).items()) if hasattr(value, "__dict__") and not isinstance(value, type) else []
+def _attributes(value: object) -> dict[str, object]:
+    return vars(value) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
 
 
 class _Iteration:
     """One iteration over a sampler, and how many batches of it were handed out: with workers, fewer than drawn."""
 
-    # Samplers draw either in iter() or at the first next (generator functions), so there are two notes.
-
     def __init__(self, order: _Order) -> None:
-        self._order = order
-        if order.loaded is None:
-            self.num_batches: int = 0
-            self.made: State = order.note()
-            self.started: State | None = None
-            self._all = iter(order.sampler)
-            return
-        self.num_batches, self.made, self.started = (order.loaded[name] for name in ("num_batches", "made", "started"))
-        order.restore(self.made)
-        with with_global_states(self.made["global"]):
-            self._all = iter(order.sampler)
+        self.own = order.own_states()
+        self.drawn_from = order.loaded
+        self.num_batches: int = 0 if order.loaded is None else order.loaded["num_batches"]
 
-    def indices(self) -> Iterator[Any]:
+    def indices(self, order: _Order) -> Iterator[Any]:
         """Yield the indices that are left."""
-        if self.started is None:
-            self.started = self._order.note()  # the trainer sets the epoch of samplers after iter()
-            yield from self._all
+        if self.drawn_from is None:
+            self.drawn_from = order.note()
+            yield from order.sampler
             return
         num_skipped = self.num_batches
-        self._order.restore(self.started)
-        with with_global_states(self.started["global"]):
-            first = list(islice(self._all, 1))
-            for _ in islice(self._all, max(num_skipped - 1, 0)):
-                pass
-        yield from first[num_skipped:]
+        order.restore(self.drawn_from)
+        with with_global_states(self.drawn_from["global"]):
+            every = iter(order.sampler)
+            last = deque(islice(every, max(num_skipped, 1)), maxlen=1)  # nothing is drawn before the first
+        yield from () if num_skipped else last
         # A sampler that draws from a global generator for each batch goes on with the numbers of the run.
-        yield from self._all
+        yield from every
 
     def count(self, batch: Any) -> Any:
         self.num_batches += 1

@@ -1,7 +1,6 @@
 """Which samples run at once: how a batch is cut, sizes given or found, agreed among ranks. May import: core, memory."""
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -19,9 +18,8 @@ from lightning_vram.core.batches.splitting import (
     SharedKeys,
     SplitArgumentError,
     count_rows,
+    describe,
     describe_all,
-    is_array,
-    is_plain,
     iterate,
     refresh,
     take_apart,
@@ -30,7 +28,7 @@ from lightning_vram.core.ranks import RankAgreement
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.private_names.torch import NormBase
 
-_SEQUENCE_DIMS = (2, 3)  # [T, B] of tokens, [T, B, D]
+_WAY = f"To split it, {WAY_OUT}."
 SplitFunction = Callable[[Any, int], Sequence[Any]]
 
 
@@ -53,7 +51,7 @@ class BatchCutter:
 
     ``split(batch, size)`` returns micro-batches of ``size`` samples, the last one with the remainder. Tensors with too
     few dimensions for ``batch_dim`` are cut along their first. ``time_first`` names a layer that takes time before
-    samples: batches that do not show where their samples are cannot be cut then.
+    samples: no batch is cut then.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class BatchCutter:
         num_samples = self._count(moved) if self._split is None else len(self._split(batch, 1))
         if num_samples < 1:
             raise SplitArgumentError(f"split_batch(batch, 1) returned no micro-batch for a {type(batch).__name__}.")
-        if self._time_first is not None and not self._shows_samples(batch, num_samples):
+        if self._time_first is not None:
             raise BatchSplitError(
                 f"The module's layer {self._time_first!r} has batch_first=False, so dimension 0 of the batch may be "
                 f"time ({describe_all(batch)}). Pass batch_dim=1 to MicroBatching if it is, batch_dim=0 if it is not, "
@@ -106,16 +104,6 @@ class BatchCutter:
                 raise
             raise BatchSplitError(f"batch_dim= cannot rebuild a micro-batch: {error} Please {WAY_OUT}.") from error
 
-    def _shows_samples(self, batch: Any, num_samples: int) -> bool:
-        """Whether something has an entry for each sample that has no time: labels, images, a list of texts."""
-        for _, value in iterate(batch, BatchPath(), self._shared):
-            parts = take_apart(value)
-            if parts is not None and parts.is_list and len(parts.values) == num_samples and is_plain(parts.values):
-                return True
-            if count_rows(value) == num_samples and getattr(value, "ndim", 0) not in _SEQUENCE_DIMS:
-                return True
-        return False
-
     def _refuse_samples_first(self, batch: Any, num_samples: int) -> None:
         """Refuse what has its samples in dimension 0, and something else in ``batch_dim``: targets ``[B, 1]``."""
         for path, value in iterate(batch, BatchPath(), self._shared):
@@ -124,7 +112,7 @@ class BatchCutter:
             if is_known and sizes[self.batch_dim] != num_samples == sizes[0]:
                 raise BatchSplitError(
                     f"{path.code} has {num_samples} samples in dimension 0 and not in batch_dim={self.batch_dim} "
-                    f"({describe_all(value)}). To split it, {WAY_OUT}."
+                    f"({describe_all(value)}). {_WAY}"
                 )
 
     def measure_or_keep_whole(self, batch: Any) -> BatchFacts:
@@ -169,15 +157,13 @@ def find_time_first(module: nn.Module) -> str | None:
 
 
 def _move_dim(value: Any, source: int, destination: int) -> Any:
-    """Move a dimension of all tensors and arrays that have it: to the front as views, back contiguous."""
+    """Move a dimension of all tensors that have it: to the front as views, back contiguous."""
     has_dim = getattr(value, "ndim", 0) > max(source, destination)
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         moved = value.movedim(source, destination) if has_dim else value
         return moved if destination == 0 else moved.contiguous()
-    if is_array(value):
-        numpy = sys.modules["numpy"]
-        moved = numpy.moveaxis(value, source, destination) if has_dim else value
-        return moved if destination == 0 else numpy.ascontiguousarray(moved)
+    if has_dim:  # a NumPy array, or a tensor that cannot be split
+        raise BatchSplitError(f"batch_dim= splits tensors only, got {describe(value)}. {_WAY}")
     parts = take_apart(value)
     return value if parts is None else parts.build([_move_dim(part, source, destination) for part in parts.values])
 
@@ -194,16 +180,16 @@ class _Fit:
 
 
 class MicroBatchSizes:
-    """Sizes that fit, by shape of batch.
+    """Sizes that fit, by shape of batch; or ``size``, if it is given.
 
     A shape not met yet starts with the whole batch, unless a micro-batch with as many elements has already failed:
     then with the first half, quarter and so on that has fewer. After ``regrow_after_n_batches`` batches of a shape in a
     row (``None``: never) the double size is tried again, and after twice as many the next time it fails.
     """
 
-    retries = True
-
-    def __init__(self, regrow_after_n_batches: int | None) -> None:
+    def __init__(self, regrow_after_n_batches: int | None, size: int | None = None) -> None:
+        self._size = size
+        self.retries = size is None  # whether a batch that ran out of memory runs again
         self._regrow_after = regrow_after_n_batches
         self._patience = regrow_after_n_batches
         self._fits: dict[str, _Fit] = {}
@@ -212,6 +198,8 @@ class MicroBatchSizes:
 
     def propose(self, shape: str, num_samples: int, num_elements: int) -> int | None:
         """How many samples to run at once; ``None`` for all of them."""
+        if self._size is not None:
+            return self._size
         fit = self._fits.get(shape)
         self._tried = None
         if fit is None:
@@ -266,25 +254,6 @@ class MicroBatchSizes:
 _WHOLE = 2**62  # samples; larger than any batch
 
 
-class FixedSize:
-    """The size the user chose."""
-
-    retries = False
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def propose(self, shape: str, num_samples: int, num_elements: int) -> int | None:
-        """The same for all."""
-        return self._size
-
-    def note_failure(self, shape: str, size: int, num_elements: int | None) -> None:
-        """Never called: an error is an error."""
-
-    def note_success(self, shape: str, size: int | None, num_elements: int) -> None:
-        """Nothing to learn."""
-
-
 @dataclass(frozen=True)
 class Agreed:
     """What all ranks do with their batches."""
@@ -296,18 +265,12 @@ class Agreed:
 class AgreedSizes:
     """Ranks propose, the smallest size holds; one runs out of memory, all of them halve."""
 
-    def __init__(
-        self, chooser: FixedSize | MicroBatchSizes, agreement: RankAgreement | None, *, has_equal_counts: bool
-    ) -> None:
+    def __init__(self, chooser: MicroBatchSizes, agreement: RankAgreement | None, *, has_equal_counts: bool) -> None:
         self._chooser = chooser
+        self.retries = chooser.retries
         self._agreement = agreement  # between the ranks; ``None`` if there is one, or each decides for itself
         self.has_equal_counts = has_equal_counts  # whether all ranks must run the same number of micro-batches
         self._largest_batch = 0
-
-    @property
-    def retries(self) -> bool:
-        """Whether a batch that ran out of memory runs again."""
-        return self._chooser.retries
 
     def start(self, facts: BatchFacts) -> Agreed:
         """Choose for a batch. A collective, unless sizes are fixed and counts free."""
@@ -332,6 +295,8 @@ class AgreedSizes:
 
     def settle(self, facts: BatchFacts, agreed: Agreed) -> None:
         """A batch ran through."""
+        if not self.retries:
+            return
         size = agreed.size if agreed.size < facts.num_samples else None
         self._chooser.note_success(facts.shape, size, facts.elements_of(agreed.size))
 

@@ -1,6 +1,6 @@
 """A network that runs out of memory where it is told to, and says what each step made of its batch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_vram import MicroBatching
 from lightning_vram.memory.units import MIB
-from lightning_vram.techniques.micro_batching import FixedSize
+from lightning_vram.techniques.micro_batching import MicroBatchSizes
 
 BATCH = 8
 NUM_SAMPLES = 28  # three batches of eight and one of four
@@ -33,8 +33,9 @@ class NotesSizes(pl.Callback):
         self.sizes.append(size)
 
 
-class _Sizes(FixedSize):
-    def __init__(self, sizes: Iterable[int]) -> None:
+class _Sizes(MicroBatchSizes):
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__(None, sizes[0])
         self._sizes = iter(sizes)
 
     def propose(self, *args: Any) -> int:

@@ -7,6 +7,7 @@ gradients.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -24,7 +25,7 @@ from lightning_vram.callbacks.accumulation_scheduler.run import (
     AccumulationWeights,
     AccumulationWindow,
 )
-from lightning_vram.callbacks.hook_points import FitTechnique
+from lightning_vram.callbacks.hook_points import FitTechnique, refuse_several
 from lightning_vram.core.batches.micro_batches import BatchWeight, WeightName, check_weight, make_batch_weight
 from lightning_vram.private_names.lightning import training_data
 from lightning_vram.techniques.accumulation_schedule import AccumulationSchedule, read_schedule
@@ -33,69 +34,61 @@ _SCHEDULER = "AccumulationScheduler"
 
 
 def check_run(trainer: pl.Trainer, callback: Callback) -> None:
-    """Refuse a run before anything of it happens."""
-    check_module(trainer)
+    """Refuse other sources of accumulation before anything of the run happens."""
     if trainer.accumulate_grad_batches != 1:
         raise MisconfigurationException(
             f"{_SCHEDULER} does not work with Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}): both "
             "set the accumulation factor. Remove that argument."
         )
-    others: list[Callback] = [other for other in trainer.callbacks if other is not callback]  # type: ignore[attr-defined]
-    if any(isinstance(other, GradientAccumulationScheduler) for other in others):
+    if any(isinstance(other, GradientAccumulationScheduler) for other in trainer.callbacks):  # type: ignore[attr-defined]
         raise MisconfigurationException(
             f"{_SCHEDULER} does not work with GradientAccumulationScheduler: both set the accumulation factor. Remove "
             f"the latter; {_SCHEDULER}(by_epoch=...) takes its dict."
         )
-    if any(isinstance(other, type(callback)) for other in others):
-        raise MisconfigurationException(f"{_SCHEDULER} can be used once, got several. Merge them into one schedule.")
+    refuse_several(
+        trainer, type(callback), f"{_SCHEDULER} can be used once, got several. Merge them into one schedule."
+    )
 
 
 def check_module(trainer: pl.Trainer) -> None:
-    """Refuse a module or a strategy."""
+    """Refuse a module, which is complete now, or a strategy."""
     module, strategy = trainer.lightning_module, trainer.strategy
+    why = None
     if not module.automatic_optimization:
-        raise MisconfigurationException(
-            f"{_SCHEDULER} does not work with manual optimization: training_step calls the optimizer itself. "
-            "Accumulate there, or set automatic_optimization=True."
+        why = (
+            "manual optimization: training_step calls the optimizer itself. Accumulate there, or set "
+            "automatic_optimization=True."
         )
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise MisconfigurationException(
-            f"{_SCHEDULER} does not work with training_step(dataloader_iter): the step fetches its batches itself. Use "
-            "training_step(self, batch, batch_idx)."
+    elif is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        why = (
+            "training_step(dataloader_iter): the step fetches its batches itself. Use training_step(self, batch, "
+            "batch_idx)."
         )
-    if strategy.handles_gradient_accumulation:
-        raise MisconfigurationException(
-            f"{_SCHEDULER} does not work with {type(strategy).__name__}: it accumulates gradients itself, with one "
-            "factor for the whole run. Use its own configuration and remove the callback."
+    elif strategy.handles_gradient_accumulation:
+        why = (
+            f"{type(strategy).__name__}: it accumulates gradients itself, with one factor for the whole run. Use its "
+            "own configuration and remove the callback."
         )
-    if isinstance(strategy, FSDPStrategy) and strategy.cpu_offload.offload_params:
-        raise MisconfigurationException(
-            f"{_SCHEDULER} does not work with FSDPStrategy(cpu_offload=True): FSDP1 accumulates wrong gradients there. "
-            "Use ModelParallelStrategy (FSDP2)."
-        )
+    elif isinstance(strategy, FSDPStrategy) and strategy.cpu_offload.offload_params:
+        why = "FSDPStrategy(cpu_offload=True): FSDP1 accumulates wrong gradients. Use FSDP2: ModelParallelStrategy."
+    if why is not None:
+        raise MisconfigurationException(f"{_SCHEDULER} does not work with {why}")
 
 
 def check_start(trainer: pl.Trainer, weight: object, largest_factor: int) -> None:
-    """Refuse LBFGS, and warn of other weights, when optimizers and data are known."""
+    """Refuse LBFGS, and warn if ``MicroBatching`` weighs its parts differently, when optimizers are known."""
     if largest_factor > 1 and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
         raise MisconfigurationException(
             f"{_SCHEDULER} does not work with LBFGS: it evaluates the loss several times per step, each time with the "
             "last micro-batch only. Use larger batches or another optimizer."
         )
-    if weight is not None or largest_factor > 1:
-        _warn_of_weights(trainer, weight)
-
-
-def _warn_of_weights(trainer: pl.Trainer, weight: object) -> None:
-    """Warn if ``MicroBatching`` weighs its parts differently. Without a weight, batches count, as equal samples do."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    for other in callbacks:
-        if all(base.__name__ != "MicroBatching" for base in type(other).__mro__):
-            continue
-        other_weight = getattr(other, "weight", "samples")
-        if other_weight != (weight or "samples"):
+    if weight is None and largest_factor == 1:
+        return
+    for other in trainer.callbacks:  # type: ignore[attr-defined]
+        # Without a weight batches count, as equal samples do.
+        if type(other).__name__ == "MicroBatching" and other.weight != (weight or "samples"):
             rank_zero_warn(
-                f"{_SCHEDULER}(weight={weight!r}) and MicroBatching(weight={other_weight!r}) weigh their micro-batches "
+                f"{_SCHEDULER}(weight={weight!r}) and MicroBatching(weight={other.weight!r}) weigh their micro-batches "
                 "differently, so that an optimizer step is not the mean over its samples or tokens. Give both "
                 "the same weight."
             )
@@ -163,9 +156,8 @@ class AccumulationScheduler(FitTechnique):
     ``trainer.estimated_stepping_batches`` is the true number of optimizer steps, from ``LightningModule.setup`` on.
     ``trainer.accumulate_grad_batches`` is the current factor, and is restored after the fit. Tuners accumulate, too.
 
-    A batch that is ``None`` counts as one of the factor, so that ranks stay in step; if it would be the last, the
-    optimizer steps after the next batch. ``on_before_backward`` receives the loss times its weight, relative to the
-    first. As always in Lightning, a scheduler with ``interval="step"`` and a ``frequency`` counts micro-batches.
+    ``on_before_backward`` receives the loss times its weight, relative to the first. As always in Lightning, a
+    scheduler with ``interval="step"`` and a ``frequency`` counts micro-batches.
 
     The factor is logged as ``vram/accumulate_grad_batches`` when it changes. Checkpoints hold the position within the
     current accumulation, but not its gradients: after a resume the first optimizer step uses the remaining batches.
@@ -190,8 +182,8 @@ class AccumulationScheduler(FitTechnique):
         TypeError: If an argument has the wrong type.
         ValueError: If an argument has a value that is not allowed, or not exactly one schedule is given.
         MisconfigurationException: In a fit, with manual optimization, DeepSpeed, FSDP1 with CPU offload, LBFGS, an
-            ``optimizer_step`` that calls its closure several times, a second source of gradient accumulation, or a
-            ``target_batch_size`` that does not divide.
+            ``optimizer_step`` that calls its closure several times, a batch that is ``None``, a second source of
+            gradient accumulation, or a ``target_batch_size`` that does not divide.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -243,7 +235,7 @@ class AccumulationScheduler(FitTechnique):
     def state_dict(self) -> dict[str, Any]:
         if self._window.batch is None and self._run is None:
             return {}
-        return self._window.state_dict(is_interrupted=self._run is not None and self._run.is_interrupted)
+        return self._window.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -260,11 +252,12 @@ class AccumulationScheduler(FitTechnique):
     def _check(self, trainer: pl.Trainer) -> None:
         check_run(trainer, self)
         self._window, self._resumed = AccumulationWindow(), None
-        self._run = AccumulationRun(trainer, self._window, self._schedule, self._plan_factor)
+        plan = partial(plan_factor, target_batch_size=self.target_batch_size or 1, rounding=self.round)
+        self._run = AccumulationRun(trainer, self._window, self._schedule, plan)
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
-        check_module(trainer)  # once more: configure_model may have changed it
+        check_module(trainer)
         assert self._run is not None
         weights = None
         if self.weight is not None:
@@ -275,25 +268,19 @@ class AccumulationScheduler(FitTechnique):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._run is not None
         # Tuners may have trained before.
-        self._window.load_state_dict(self._resumed or AccumulationWindow().state_dict(is_interrupted=False))
-        schedule = self._run.begin_training()
-        check_start(trainer, self.weight, schedule.largest)
-        trainer.accumulate_grad_batches = schedule.factor(trainer.current_epoch, trainer.global_step)
-        if schedule.largest > 1:
+        self._window.load_state_dict(self._resumed or AccumulationWindow().state_dict())
+        self._run.set_factor()
+        self._run.logged_factor = None  # tuners take the loggers away
+        largest = self._run.read_schedule().largest
+        check_start(trainer, self.weight, largest)
+        if largest > 1:
             self._run.correct_batch_norms(is_asked=self.correct_batch_norm)
 
     @override
     def _undo(self) -> None:
         if self._run is not None:
-            if self._run.is_interrupted and not self._run.is_over:
-                self._window.position -= 1  # for a checkpoint that another callback makes of the exception
             self._run.end()
         self._run = None
-
-    def _plan_factor(self, trainer: pl.Trainer) -> int:
-        # Tuners take the callbacks away. They try out batch sizes that need not divide the target.
-        rounding = self.round if self in trainer.callbacks else "up"  # type: ignore[attr-defined]
-        return plan_factor(trainer, self.target_batch_size or 1, rounding)
 
     def _make_weight(self, module: pl.LightningModule) -> BatchWeight:
         split = getattr(module, "split_batch", None)

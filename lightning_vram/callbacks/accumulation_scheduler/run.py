@@ -6,7 +6,8 @@ multiplied by ``w`` as they come; gradients are divided by the sum, one reduced 
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +24,6 @@ from lightning_vram.core.batches.micro_batches import BatchWeight, NormMomentum,
 from lightning_vram.core.gradients import scale_gradients
 from lightning_vram.core.patching import MethodPatch
 from lightning_vram.private_names.lightning import (
-    AFTER_CLOSURE,
     MAKE_BACKWARD,
     MAKE_ZERO_GRAD,
     OPTIMIZER_STEP,
@@ -53,7 +53,7 @@ class AccumulationWeights:
         self._weight = self._sum = torch.zeros((), dtype=self._dtype, device=self._device)
 
     def begin(self, batch: Any, *, is_first: bool) -> None:
-        """Weigh the next batch, or the first one of a window. All ranks call this or :meth:`pass_over`."""
+        """Weigh the next batch, or the first one of a window. A collective until there is a weight above 0."""
         if is_first:
             self._sum = torch.zeros_like(self._sum)
         weight = self._weigh(batch)
@@ -61,12 +61,9 @@ class AccumulationWeights:
         if not isinstance(weight, Tensor):
             weight = torch.full_like(self._sum, weight)  # unlike torch.tensor, it does not wait for the device
         weight = weight.detach().to(self._device, self._dtype)
-        self._find_reference(weight)
+        if self._reference is None and (largest := self._reduced(weight, "MAX")) > 0:
+            self._reference = largest / torch.frexp(largest).mantissa  # a power of two, which rounds nothing
         self._weight = weight if self._reference is None else weight / self._reference
-
-    def pass_over(self) -> None:
-        """Take part in the reductions of the other ranks, without a batch."""
-        self._find_reference(torch.zeros_like(self._sum))
 
     def scale(self, loss: Tensor, *, is_new: bool) -> Tensor:
         """Multiply a loss of the last batch by its weight, which counts once for several losses."""
@@ -81,13 +78,6 @@ class AccumulationWeights:
         """
         mean = self._reduced(self._sum, "SUM") / self._num_ranks
         return torch.where(mean > 0, length / mean, 1)
-
-    def _find_reference(self, weight: Tensor) -> None:
-        if self._reference is not None:
-            return
-        largest = self._reduced(weight, "MAX")
-        if largest > 0:
-            self._reference = largest / torch.frexp(largest).mantissa  # a power of two, which rounds nothing
 
     def _reduced(self, value: Tensor, operation: str) -> Tensor:
         if self._num_ranks == 1:
@@ -106,17 +96,17 @@ class AccumulationWindow:
     """
 
     length: int = 1  # micro-batches planned
-    position: int = 1  # of the current or last micro-batch, from 1
-    batch: int | None = None  # number of that batch in the run (``batch_progress.total.ready``); ``None`` before any
-    num_places: int = 0  # taken since the window, or the process that resumed it, began: equal on all ranks
-    num_begun: int = 0  # micro-batches among them that were not missing
-    num_held: int = 0  # those of them whose gradients count
+    num_done: int = 1  # of them
+    batch: int | None = None  # number of the last one in the run (``batch_progress.total.ready``); ``None`` before any
+    num_begun: int = 0  # since the window, or the process that resumed it, began
+    num_held: int = 0  # those of them with gradients
+    is_running: bool = False  # whether there is one that has begun and is not done
     is_held: bool = False  # whether the current one counts already
 
     @property
     def is_full(self) -> bool:
         """Whether the optimizer steps with the current micro-batch."""
-        return self.position >= self.length
+        return self.num_done + self.is_running >= self.length
 
     @property
     def is_first(self) -> bool:
@@ -126,26 +116,18 @@ class AccumulationWindow:
     def open(self, length: int) -> None:
         """Begin the next window."""
         self.length = length
-        self.position = self.num_places = self.num_begun = self.num_held = 0
+        self.num_done = self.num_begun = self.num_held = 0
 
-    def begin(self, batch: int) -> None:
-        """Begin a micro-batch."""
-        self.position += 1
-        self.num_places += 1
+    @contextmanager
+    def run(self, batch: int) -> Iterator[None]:
+        """A micro-batch; one that fails is not done, and a checkpoint within it runs it again."""
+        self.batch, self.is_held, self.is_running = batch, False, True
         self.num_begun += 1
-        self.batch = batch
-        self.is_held = False
-
-    def pass_over(self, batch: int) -> None:
-        """Give a missing batch a place, so that ranks stay in step.
-
-        The last place is left to the next batch: Lightning steps with a batch alone. Other ranks cannot have stepped
-        at this one, since the step waits for all of them.
-        """
-        self.batch = batch
-        if self.position < self.length - 1:
-            self.position += 1
-            self.num_places += 1
+        try:
+            yield
+            self.num_done += 1
+        finally:
+            self.is_running = False
 
     def hold(self) -> bool:
         """Count the current micro-batch, once for several backward passes; return whether it is the first."""
@@ -154,15 +136,13 @@ class AccumulationWindow:
         self.is_held = True
         return is_new
 
-    def state_dict(self, *, is_interrupted: bool) -> dict[str, Any]:
-        """What a checkpoint needs, without gradients. If interrupted, the current micro-batch will run again."""
-        return {"length": self.length, "position": self.position - is_interrupted, "batch": self.batch}
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs, without gradients."""
+        return {"length": self.length, "num_done": self.num_done, "batch": self.batch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue in the middle of a window, without its gradients."""
-        self.length, self.position, self.batch = (state_dict[key] for key in ("length", "position", "batch"))
-        self.num_places = self.num_begun = self.num_held = 0
-        self.is_held = False
+        vars(self).update(vars(AccumulationWindow(**state_dict)))
 
 
 def _swap_trainer_class(trainer: pl.Trainer, run: "AccumulationRun") -> Callable[[], None]:
@@ -199,9 +179,6 @@ def _swap_trainer_class(trainer: pl.Trainer, run: "AccumulationRun") -> Callable
     return undo
 
 
-_MAX_NAMES = 5
-
-
 class AccumulationRun:
     """Replaces methods of a trainer's loops, until :meth:`end`.
 
@@ -210,9 +187,9 @@ class AccumulationRun:
     current window: Lightning divides by it. Without a ``schedule``, the factor follows from the training data, by
     ``plan_factor``.
 
-    Gradients are corrected after the scaler's unscaling, before ``on_before_optimizer_step`` hooks and clipping. Those
-    of a full window without weights stay bitwise identical. Without weights ranks must not differ in the factor, and
-    do not communicate about it: of several, a batch that is ``None`` counts as one without a gradient, as in Lightning.
+    Gradients are corrected at the end of the closure that made them, before ``on_before_optimizer_step`` hooks and
+    clipping. Those of a full window without weights stay bitwise identical. Without weights ranks do not differ in the
+    factor: of several, Lightning refuses a step without a loss.
     """
 
     def __init__(
@@ -224,30 +201,20 @@ class AccumulationRun:
     ) -> None:
         self._trainer = trainer
         self._window = window
-        self._given = self._schedule = schedule
+        self._given = schedule
         self._plan_factor = plan_factor
         self._epoch_loop = trainer.fit_loop.epoch_loop
         self._optimization = self._epoch_loop.automatic_optimization
-        self._loader: object = None  # that the schedule was read from
-        self._logged_factor: int | None = None
-        self._factor_before = trainer.accumulate_grad_batches
+        self._planned: tuple[object, AccumulationSchedule] | None = None  # with the loader that it was read from
+        self.logged_factor: int | None = None
         self.is_over = False  # whether it has ended
         self._restore_class = _swap_trainer_class(trainer, self)
         self._patches = [MethodPatch(trainer.fit_loop, "setup_data", partial(partial, self._set_up_data))]
         if schedule is not None:
-            self._set_factor()
-        self._has_started = False
+            self.set_factor()
         self._weights: AccumulationWeights | None = None
         self._norms: NormMomentum | None = None
-        self._correction: float | Tensor | None = None  # of the gradients of the current step
         self._loss: Tensor | None = None  # the last one of the window
-        self._has_warned = False
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether a checkpoint made now will run the current micro-batch again."""
-        has_begun = self._has_started and self._epoch_loop.batch_progress.total.ready == self._window.batch
-        return has_begun and not self._is_processed
 
     @property
     def _is_processed(self) -> bool:
@@ -261,45 +228,43 @@ class AccumulationRun:
 
     def read_schedule(self) -> AccumulationSchedule:
         """Return the schedule; one that follows from the data is read again when the loader changes."""
+        if self._given is not None:
+            return self._given
         loader = training_data(self._trainer.fit_loop)
-        if self._schedule is None or self._loader not in (None, loader):
-            self._schedule = AccumulationSchedule("epoch", (0,), (self._plan_factor(self._trainer),))
-            self._loader = loader
-        return self._schedule
+        if self._planned is None or self._planned[0] is not loader:
+            self._planned = loader, AccumulationSchedule("epoch", (0,), (self._plan_factor(self._trainer),))
+        return self._planned[1]
+
+    def set_factor(self) -> int:
+        """Set and return the factor of a window that begins now; hooks and tuners read it before the first one, too."""
+        trainer = self._trainer
+        factor = self.read_schedule().factor(trainer.current_epoch, trainer.global_step)
+        trainer.accumulate_grad_batches = factor
+        return factor
 
     def start(self, weights: AccumulationWeights | None) -> None:
         """Take over the loops: tuners train before any other hook."""
-        self._has_started = True
         self._weights = weights
         self._patches += [
             MethodPatch(self._optimization, MAKE_BACKWARD, partial(partial, self._make_backward)),
             MethodPatch(self._optimization, OPTIMIZER_STEP, partial(partial, self._optimizer_step)),
-            MethodPatch(self._trainer.precision_plugin, AFTER_CLOSURE, partial(partial, self._after_closure)),
             MethodPatch(self._epoch_loop, WINDOW_ENDS, partial(partial, self._ends_window)),
             MethodPatch(self._optimization, "run", partial(partial, self._run_batch)),
             MethodPatch(self._optimization, MAKE_ZERO_GRAD, partial(partial, self._make_zero_grad)),
         ]
-
-    def begin_training(self) -> AccumulationSchedule:
-        """Forget what tuners made of the data, which is set up now; return the schedule of the training."""
-        self._logged_factor, self._schedule, self._loader = None, self._given, None
-        return self.read_schedule()
 
     def correct_batch_norms(self, *, is_asked: bool) -> None:
         """Move running statistics once per window, if asked; warn of layers that differ from one big batch."""
         if is_asked:
             self._norms = NormMomentum(self._trainer.lightning_module)
         names = find_batch_norms(self._trainer.lightning_module)
-        if not names:
-            return
-        listed = ", ".join(names[:_MAX_NAMES])
-        if len(names) > _MAX_NAMES:
-            listed += f" and {len(names) - _MAX_NAMES} more"
-        statistics = "corrected" if self._norms is not None else "not corrected (correct_batch_norm=False)"
-        rank_zero_warn(
-            f"AccumulationScheduler: batch norm normalizes each micro-batch separately in {listed}. Running "
-            f"statistics are {statistics}. Larger micro-batches, GroupNorm or frozen batch norm avoid this."
-        )
+        if names:
+            listed = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+            statistics = "corrected" if is_asked else "not corrected (correct_batch_norm=False)"
+            rank_zero_warn(
+                f"AccumulationScheduler: batch norm normalizes each micro-batch separately in {listed}. Running "
+                f"statistics are {statistics}. Larger micro-batches, GroupNorm or frozen batch norm avoid this."
+            )
 
     def end(self) -> None:
         """Put everything back. Calling it again does nothing."""
@@ -308,55 +273,42 @@ class AccumulationRun:
         self._loss = None
         self._restore_class()
         if not self.is_over:
-            self._trainer.accumulate_grad_batches = self._factor_before
+            self._trainer.accumulate_grad_batches = 1
         self.is_over = True
 
     def _set_up_data(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = inner(*args, **kwargs)
         if training_data(self._trainer.fit_loop) is not None:
-            self._set_factor()
+            self.set_factor()
         return result
-
-    def _set_factor(self) -> None:
-        """Set the factor that ``configure_optimizers`` and tuners read before the first window."""
-        trainer = self._trainer
-        trainer.accumulate_grad_batches = self.read_schedule().factor(trainer.current_epoch, trainer.global_step)
 
     def _plan(self) -> int:
         """Return the length of a window that begins now."""
-        trainer = self._trainer
-        factor = self.read_schedule().factor(trainer.current_epoch, trainer.global_step)
-        if factor != self._logged_factor:
-            self._logged_factor = factor
+        trainer, factor = self._trainer, self.set_factor()
+        if factor != self.logged_factor:
+            self.logged_factor = factor
             for logger in trainer.loggers:
                 logger.log_metrics({"vram/accumulate_grad_batches": float(factor)}, step=trainer.global_step)
         num_left = trainer.num_training_batches - self._epoch_loop.batch_idx  # with the current one
         return int(max(1, min(factor, num_left)))
 
-    def _open(self) -> None:
-        if self._begins_window:
-            self._window.open(self._plan())
-
-    def _close_with_epoch(self) -> None:
-        if epoch_ends(self._epoch_loop):
-            self._window.position = self._window.length  # Lightning steps then; a stream does not announce it
-
     def _ends_window(self, inner: Callable[[], Any]) -> bool:
-        window = self._window
+        window, loop = self._window, self._epoch_loop
         # Nothing is accumulated in the epoch that StochasticWeightAveraging adds for batch norm statistics; and the
         # batch that a checkpoint of a run without this callback ended with is unknown.
-        if skips_backward(self._optimization) or (window.batch is None and self._epoch_loop.restarting):
+        if skips_backward(self._optimization) or (window.batch is None and loop.restarting):
             return bool(inner())
-        progress = self._epoch_loop.batch_progress
-        if progress.total.ready == window.batch:
-            return window.is_full
-        if not self._is_processed:  # it has not begun: another hook asks in on_train_batch_start
-            return (self._plan() if self._begins_window else window.length - window.position) == 1
-        self._open()
-        window.pass_over(progress.total.ready)  # it is None, or on_train_batch_start returned -1
-        self._close_with_epoch()
-        if self._weights is not None:
-            self._weights.pass_over()
+        batch = loop.batch_progress.total.ready
+        is_other = batch != window.batch
+        if is_other and not self._is_processed:  # it has not begun: another hook asks in on_train_batch_start
+            return (self._plan() if self._begins_window else window.length - window.num_done) == 1
+        if is_other and not loop.restarting:
+            if not epoch_ends(loop):
+                raise MisconfigurationException(
+                    "AccumulationScheduler does not work with a batch that is None: ranks would not step together. "
+                    "Leave such samples out in the dataset, or let training_step return None."
+                )
+            window.batch, window.num_done = batch, window.length  # on_train_batch_start returned -1
         return window.is_full
 
     def _run_batch(
@@ -364,25 +316,24 @@ class AccumulationRun:
     ) -> Any:
         if skips_backward(self._optimization):
             return inner(optimizer, batch_idx, kwargs)
-        self._open()
-        self._window.begin(self._epoch_loop.batch_progress.total.ready)
-        self._trainer.accumulate_grad_batches = self._window.length
-        self._correction = None
-        if self._weights is not None:
-            self._weights.begin(kwargs["batch"], is_first=self._window.is_first)
-        if self._norms is not None:
-            self._norms.scale(1 / self._window.length)
-        try:
-            result = inner(optimizer, batch_idx, kwargs)
-        finally:
-            if self._norms is not None:  # copies, checkpoints and other callbacks see the momentum they know
-                self._norms.restore()
-        self._close_with_epoch()
+        if self._begins_window:
+            self._window.open(self._plan())
+        with self._window.run(self._epoch_loop.batch_progress.total.ready):
+            self._trainer.accumulate_grad_batches = self._window.length
+            if self._weights is not None:
+                self._weights.begin(kwargs["batch"], is_first=self._window.is_first)
+            if self._norms is not None:
+                self._norms.scale(1 / self._window.length)
+            try:
+                result = inner(optimizer, batch_idx, kwargs)
+            finally:
+                if self._norms is not None:  # copies, checkpoints and other callbacks see the momentum they know
+                    self._norms.restore()
+        if epoch_ends(self._epoch_loop):
+            self._window.num_done = self._window.length  # Lightning has stepped; a stream does not announce it
         return result
 
     def _make_zero_grad(self, inner: Callable[..., Any], batch_idx: int, optimizer: Optimizer) -> Any:
-        if skips_backward(self._optimization):
-            return inner(batch_idx, optimizer)
         if not self._window.is_first:
             return None
         length = self._trainer.accumulate_grad_batches
@@ -418,56 +369,32 @@ class AccumulationRun:
     def _optimizer_step(self, inner: Callable[..., Any], batch_idx: int, closure: Callable[[], Any]) -> Any:
         if skips_backward(self._optimization):
             return inner(batch_idx, closure)
-        num_calls = 0
+        has_run = False
 
         def run_closure() -> Any:
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls > 1 and self._window.length > 1:
+            nonlocal has_run
+            if has_run and self._window.length > 1:
                 raise MisconfigurationException(
                     "AccumulationScheduler does not work with an optimizer_step that calls its closure several times "
                     "per step, such as sharpness-aware minimization (SAM): each call would run the last micro-batch "
                     "only. Use larger batches or an optimizer that calls it once."
                 )
+            has_run = True
             loss = closure()
-            if loss is None and self._window.num_held:
-                return self._loss  # a scaler takes None for a window without gradients
-            return loss if self._window.num_held else None
+            self._correct_gradients()
+            if not self._window.num_held:
+                return None
+            return self._loss if loss is None else loss  # a scaler takes None for a window without gradients
 
-        steps: list[Any] = []
-        optimizers = self._trainer.optimizers
-        handles = [one.register_step_post_hook(lambda *_: steps.append(True)) for one in optimizers]
-        try:
-            result = inner(batch_idx, run_closure)
-        finally:
-            for handle in handles:
-                handle.remove()
-        if steps and num_calls and self._correction is None:
-            self._warn_of_bypass()
-        return result
+        return inner(batch_idx, run_closure)
 
-    def _warn_of_bypass(self) -> None:
-        if self._has_warned or (self._weights is None and self._find_correction() == 1):
-            return
-        self._has_warned = True
-        rank_zero_warn(
-            "AccumulationScheduler: optimizer_step of the LightningModule bypasses the strategy, so that its "
-            "gradients are not the mean over the accumulated batches, and hooks and clipping are skipped. Call "
-            "optimizer.step(closure=optimizer_closure) on the optimizer that it receives."
-        )
-
-    def _after_closure(self, inner: Callable[..., Any], model: pl.LightningModule, optimizer: Optimizer) -> Any:
-        if skips_backward(self._optimization):
-            return inner(model, optimizer)
-        if self._correction is None:  # once per step: some optimizers call their closure several times
-            self._correction = self._find_correction()
-        if isinstance(self._correction, Tensor) or self._correction != 1:
-            # Gradients of other parameters are never zeroed: they would be multiplied again at each step.
-            scale_gradients([p for group in optimizer.param_groups for p in group["params"]], self._correction)
-        return inner(model, optimizer)
-
-    def _find_correction(self) -> float | Tensor:
+    def _correct_gradients(self) -> None:
+        window = self._window
         if self._weights is not None:
-            return self._weights.factor(self._window.length)
-        num_counted = self._window.num_held if self._trainer.world_size == 1 else self._window.num_places
-        return self._window.length / num_counted if num_counted else 1.0
+            factor: float | Tensor = self._weights.factor(window.length)
+        else:
+            factor = window.length / window.num_held if window.num_held else 1.0
+        if isinstance(factor, Tensor) or factor != 1:
+            # Gradients of other parameters are never zeroed: they would be multiplied again at each step.
+            groups = (group for optimizer in self._trainer.optimizers for group in optimizer.param_groups)
+            scale_gradients([parameter for group in groups for parameter in group["params"]], factor)

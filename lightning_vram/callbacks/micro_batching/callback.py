@@ -57,7 +57,6 @@ from lightning_vram.private_names.torch import has_accumulation_hooks, own_param
 from lightning_vram.techniques.micro_batching import (
     AgreedSizes,
     BatchCutter,
-    FixedSize,
     MicroBatchSizes,
     find_time_first,
 )
@@ -351,8 +350,8 @@ class MicroBatching(FitTechnique):
         shared_keys: Names of batch entries that belong to all samples, at any depth.
         split: A function ``split(batch, size)``, like ``split_batch``, for a module without that method.
         batch_dim: Dimension of the samples, such as 1 for ``[T, B, D]``; tensors with fewer dimensions are split along
-            their first. ``None``: 0, and an error (with ``"auto"`` a warning) if the batch may be ``[T, B, D]`` because
-            the module has a recurrent layer or attention with ``batch_first=False``.
+            their first. ``None``: 0, and an error (with ``"auto"`` a warning) if the module has a recurrent layer or
+            attention with ``batch_first=False``, since the batch may be ``[T, B, D]``.
         regrow_after_n_batches: With ``"auto"``, the number of batches of one shape after which the double size is tried
             again; each failure doubles the number. ``None`` never tries.
         eval: ``size`` for validation, test and prediction steps; ``None`` leaves them unchanged.
@@ -406,7 +405,7 @@ class MicroBatching(FitTechnique):
         self._split = split
         self.batch_dim = batch_dim
         self._choosers = {
-            name: MicroBatchSizes(regrow_after_n_batches) if chosen == "auto" else FixedSize(chosen)
+            name: MicroBatchSizes(regrow_after_n_batches, None if chosen == "auto" else chosen)
             for name, chosen in (("training", size), ("evaluation", eval))
             if chosen is not None
         }
@@ -417,7 +416,9 @@ class MicroBatching(FitTechnique):
     def starting_with(self, size: int) -> "MicroBatching":
         """Return a copy whose ``"auto"`` starts with ``size`` samples, as if it had found this size."""
         clone = copy.copy(self)
-        clone._choosers = {name: FixedSize(size) if one.retries else one for name, one in self._choosers.items()}
+        clone._choosers = {
+            name: MicroBatchSizes(None, size) if one.retries else one for name, one in self._choosers.items()
+        }
         for name, one in self._choosers.items():
             clone._choosers[name].retries = one.retries  # the state before the step is held, as in such a run
         return clone
@@ -457,13 +458,12 @@ class MicroBatching(FitTechnique):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        choosers = self._choosers.items()
-        return {name: chooser.state_dict() for name, chooser in choosers if isinstance(chooser, MicroBatchSizes)}
+        return {name: chooser.state_dict() for name, chooser in self._choosers.items() if chooser.retries}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, chooser in self._choosers.items():
-            if isinstance(chooser, MicroBatchSizes) and name in state_dict:
+            if chooser.retries and name in state_dict:
                 chooser.load_state_dict(state_dict[name])
 
     def __getstate__(self) -> dict[str, Any]:

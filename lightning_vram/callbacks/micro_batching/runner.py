@@ -90,7 +90,9 @@ class MicroBatchRunner:
         """Run ``step`` (forward, and backward if there is one) on every micro-batch of ``batch``; return both."""
         facts = self._measure(batch)
         if self.retries:
-            self._take(batch, list(find_parameters()), zeroes=zeroes)
+            self._state.take(batch, list(find_parameters()))
+            if not zeroes:  # a forward that fails makes FSDP2 drop those of the batches before
+                self._state.take_gradients()
         agreed = self._sizes.start(facts)
         while True:
             started = time.monotonic()
@@ -130,26 +132,9 @@ class MicroBatchRunner:
             )
         return facts
 
-    def _take(self, batch: Any, parameters: list[Tensor], *, zeroes: bool) -> None:
-        has_room = True
-        try:
-            self._state.take(batch, parameters)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            has_room = False
-        if not has_room:  # outside of the handler: the error holds on to the copies made so far
-            self._release_memory()
-            self._state.take(batch, parameters)
-        if not zeroes:  # a forward that fails makes FSDP2 drop those of the batches before
-            self._state.take_gradients()
-
     def _undo(self) -> None:
         discard_failed_iteration(self._trainer.lightning_module)
         self._state.restore()
-        self._release_memory()
-
-    def _release_memory(self) -> None:
         gc.collect()
         device = self._trainer.strategy.root_device
         if has_cache(device):

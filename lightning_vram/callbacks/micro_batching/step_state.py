@@ -38,8 +38,6 @@ from lightning_vram.private_names.lightning import Metadata, ResultCollection, d
 from lightning_vram.private_names.metrics import show_value, shown_value
 from lightning_vram.private_names.torch import num_writes, own_buffers, own_parameters
 
-_NUM_WATCHED = 2  # batches in which a step shows whether it writes into them
-
 
 class StepState:
     """The state of a module, its gradients, the global generators and the batch before a step that may run again.
@@ -50,15 +48,13 @@ class StepState:
     except for its first two times. Not restored: parameters' values, objects of other kinds that change inside, tensors
     in containers that are written in place, and parameters under FSDP1.
 
-    The step gets a copy of its batch if it wrote into the first ones (past the version: unseen), else the batch.
+    The step gets its batch, and cannot run again if it wrote into it; of tensors that count no writes it gets copies.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module = module
         self._device = device
         self._buffers = BufferCopies()  # held over the run, so that constants are copied once
-        self._num_seen = 0  # batches
-        self._is_writing = False  # whether the step writes into its batch
         self._forget()
 
     def _forget(self) -> None:
@@ -70,7 +66,6 @@ class StepState:
         self._requires_grad: list[tuple[Tensor, bool]] = []
         self._generators: list[tuple[Callable[[Any], object], Any]] = []
         self._versions: list[tuple[Tensor, int]] = []  # of the batch
-        self._lent: list[tuple[Tensor, int]] = []  # copies
         self._lends_copies = False
 
     def take(self, batch: Any = None, parameters: Sequence[Tensor] = ()) -> "StepState":
@@ -94,10 +89,8 @@ class StepState:
         ]
         self._generators = [(write, read()) for read, write in global_sources(self._device).values()]
         tensors = list(_iterate_tensors(batch))
-        self._versions = _versions_of(tensors)
-        # Evaluation loops make tensors that count no versions.
-        is_seen = len(self._versions) == len(tensors) and self._num_seen >= _NUM_WATCHED
-        self._lends_copies = self._is_writing or not is_seen
+        self._lends_copies = any(one.is_inference() for one in tensors)  # in evaluation
+        self._versions = [(one, num_writes(one)) for one in tensors if not one.is_inference()]
         return self
 
     def take_gradients(self) -> None:
@@ -107,15 +100,10 @@ class StepState:
 
     def lend(self, part: Any) -> Any:
         """Return this part of the batch as the step gets it."""
-        if not self._lends_copies:
-            return part
-        copied = _copy(part)
-        self._lent += _versions_of(_iterate_tensors(copied))
-        return copied
+        return _copy(part) if self._lends_copies else part
 
     def restore(self) -> None:
         """Go back. May be called again, after each further try."""
-        self._learn()
         self._check_batch()
         for attributes in self._attributes:  # first, since they may hold graphs
             attributes.restore()
@@ -132,22 +120,16 @@ class StepState:
         for write, state in self._generators:
             write(state)
 
-    def settle(self) -> None:
-        """Free what was taken: the step counts, and the optimizer needs the memory."""
-        self._num_seen += 1
-        self._learn()
-        self._forget()
-
     def _check_batch(self) -> None:
-        if _are_written(self._versions):
+        if any(num_writes(tensor) != version for tensor, version in self._versions):
             raise RuntimeError(
-                "MicroBatching cannot retry this batch: training_step modified it in place, unlike the first "
-                "batches. Write into a copy, or give a fixed size."
+                "MicroBatching cannot retry this batch: training_step modified it in place. Write into a copy, or give "
+                "a fixed size."
             )
 
-    def _learn(self) -> None:
-        self._is_writing |= _are_written(self._lent)
-        self._lent = []
+    def settle(self) -> None:
+        """Free what was taken: the step counts, and the optimizer needs the memory."""
+        self._forget()
 
 
 def _plain(state: AttributeState) -> list[Tensor]:
@@ -161,14 +143,6 @@ def _iterate_tensors(value: Any) -> Iterator[Tensor]:
     elif (parts := take_apart(value)) is not None:
         for part in parts.values:
             yield from _iterate_tensors(part)
-
-
-def _versions_of(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
-    return [(tensor, num_writes(tensor)) for tensor in tensors if not tensor.is_inference()]
-
-
-def _are_written(versions: list[tuple[Tensor, int]]) -> bool:
-    return any(num_writes(tensor) != version for tensor, version in versions)
 
 
 def _copy(value: Any) -> Any:

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from lightning_vram.callbacks.slurm_requeue.job import (
 )
 from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.core.processes import StopSignals, StopVote, leave_group_at_exit, note_signal, shielded_daemons
-from lightning_vram.core.ranks import RankAgreement, naming_lost_peers
+from lightning_vram.core.ranks import RankAgreement
 from lightning_vram.private_names.lightning import (
     SIGTERM_HANDLER,
     checkpoint_connector,
@@ -69,13 +69,15 @@ class SlurmRequeue(Callback):
 
     The checkpoint is saved between two optimizer steps, at the latest the second after the signal, or within
     validation, which then runs again; ``validate``, ``test`` and ``predict`` start again. A finished fit is not
-    repeated: it saves a last checkpoint at its end. Between runs and after the last one, ``requeue_signal`` does not
-    end the program; the next run handles it, so all trainers of a program need this callback. After an error SIGTERM
-    does not end the process either, because ``srun -K1`` sends it to all other tasks before they have logged their
-    errors.
+    repeated: it saves a last checkpoint at its end. After a restart the trainer does not have its metrics.
+
+    Between runs and after the last one, ``requeue_signal`` does not end the program; the next run handles it, so all
+    trainers of a program need this callback. After an error SIGTERM does not end the process either, because
+    ``srun -K1`` sends it to all other tasks before they have logged their errors.
 
     Random augmentation in dataloader workers and metrics accumulated over the epoch restart. Batches of an
-    ``IterableDataset`` are repeated, with a warning. Loaders with a ``state_dict`` are left to Lightning.
+    ``IterableDataset`` are repeated, with a warning. Loaders with a ``state_dict`` are left to Lightning. Samplers that
+    draw from a generator of their own which is not a ``torch.Generator`` are refused.
 
     Args:
         dirpath: Folder for ``slurm_requeue/<job>/``, on a file system that all nodes share. ``None``: the trainer's
@@ -87,7 +89,8 @@ class SlurmRequeue(Callback):
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: If ``requeue_signal`` is not a signal that a process can handle.
+        ValueError: If ``requeue_signal`` is not a signal that a process can handle; before training, if a sampler has a
+            generator that is not a ``torch.Generator``.
         MisconfigurationException: Under SLURM, if tasks were not started by ``srun`` or the job's name keeps them from
             connecting; before training, if ``dirpath`` is not one folder for all nodes, the program has had a
             fit already, or there is a ``LearningRateFinder`` or ``BatchSizeFinder``.
@@ -120,7 +123,6 @@ class SlurmRequeue(Callback):
         self._folder: RequeueFolder | None = None
         self._job: SlurmJob | None = None
         self._vote: StopVote | None = None
-        self._peers: AbstractContextManager[None] = nullcontext()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -138,9 +140,6 @@ class SlurmRequeue(Callback):
             self._signals.unblock()
             let_through()
             return
-        self._peers = naming_lost_peers(
-            trainer.global_rank, trainer.world_size, lambda: f"step {trainer.global_step}, after a batch"
-        )
         self._replace_handlers(trainer)
         self._vote = StopVote(agreement, self._signals)
         leave_group_at_exit()
@@ -203,8 +202,7 @@ class SlurmRequeue(Callback):
     def _advance(self, trainer: pl.Trainer, advance: Callable[[Any], None], fetcher: Any) -> None:
         """Run the next batch of a fit, or stop before it."""
         assert self._vote is not None
-        with self._peers:
-            is_stopping = self._vote.exchange()
+        is_stopping = self._vote.exchange()
         loop = trainer.fit_loop.epoch_loop
         # A checkpoint made now has to be one that can be resumed. Lightning's counters do not say what follows a batch.
         if is_stopping and not loop.restarting and not is_accumulating(loop):
@@ -244,8 +242,7 @@ class SlurmRequeue(Callback):
         if self._vote is not None and not trainer.sanity_checking:
             stage = "test" if trainer.testing else "predict" if trainer.predicting else "val"
             num_batches = getattr(trainer, f"num_{stage}_batches")  # of each loader
-            with self._peers:
-                self._vote.limit(sum(num_batches) if is_sequential(trainer) else min(num_batches, default=0))
+            self._vote.limit(sum(num_batches) if is_sequential(trainer) else min(num_batches, default=0))
 
     on_test_start = on_validation_start
     on_predict_start = on_validation_start
@@ -254,8 +251,7 @@ class SlurmRequeue(Callback):
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self._vote is None or trainer.sanity_checking:
             return
-        with self._peers:
-            is_stopping = self._vote.exchange_limited()
+        is_stopping = self._vote.exchange_limited()
         if is_stopping and (trainer.state.fn != "fit" or not is_accumulating(trainer.fit_loop.epoch_loop)):
             self._stop(trainer)
 
@@ -264,10 +260,7 @@ class SlurmRequeue(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self._resume is None:
-            return {}
-        with self._peers:
-            return self._resume.state_dict()
+        return {} if self._resume is None else self._resume.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -297,7 +290,7 @@ class SlurmRequeue(Callback):
         self._undo.close()
         # Nothing is to be saved until the next run.
         self._signals.remove(harmless=self._signals.signals if has_failed else self._signals.signals[1:])
-        self._resume, self._folder, self._job, self._vote, self._peers = None, None, None, None, nullcontext()
+        self._resume, self._folder, self._job, self._vote = None, None, None, None
 
 
 def _end_program() -> None:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_vram.core.patching import MethodPatch
@@ -32,7 +31,6 @@ from lightning_vram.techniques.exact_resume import (
     share_generators,
 )
 
-_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 _OTHER_LOADERS = "the loaders or the number of ranks differ from those of the checkpoint"
 # Lightning then fetches one batch ahead, and counts on without it.
@@ -65,10 +63,6 @@ class ExactResume:
         """Collect the position in the data, and the generators of all ranks; a collective."""
         trainer = self._trainer
         before = self._before_validation if self.repeats_validation else None
-        end = None
-        if self.fit_has_ended:  # what a trainer has then, and Lightning's checkpoints do not: metrics, on the host
-            metrics = {kind: move_data_to_device(dict(getattr(trainer, kind)), "cpu") for kind in _METRICS}
-            end = self._agreement.gather(metrics | {"should_stop": bool(trainer.should_stop)})
         progress = trainer.fit_loop.epoch_loop.batch_progress
         has_ended = progress.is_last_batch  # perhaps before the loaders have
         loaders = [None if why else loader_state(loader, epoch_has_ended=has_ended) for loader, why in self._loaders]
@@ -77,7 +71,7 @@ class ExactResume:
             "epoch_has_ended": has_ended,
             "loaders": loaders,
             "random": self._agreement.gather(before or read_global_states(trainer.strategy.root_device)),
-            "end": end,
+            "fit_has_ended": self.fit_has_ended,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -85,7 +79,7 @@ class ExactResume:
         if self._has_begun:
             return
         self._to_load = state
-        if self.is_restart and state["end"] is not None:
+        if self.is_restart and state["fit_has_ended"]:
             self._trainer.should_stop = True  # nothing is left to do
 
     def on_train_start(self) -> None:
@@ -110,16 +104,11 @@ class ExactResume:
             stop_restarting(self._trainer.fit_loop)
 
     def skip_ended_fit(self) -> bool:
-        """Put a fit that has nothing left to do into the state of one that has just ended; return whether it had."""
+        """Restore the generators of a fit that had ended, and has nothing left to do; return whether it had."""
         state, self._to_load = self._to_load, None
-        if state is None or state["end"] is None:
+        if state is None or not state["fit_has_ended"]:
             return False
-        if self._mine(state) is not None:
-            self._restore_random(self._mine(state))
-            end = state["end"][self._trainer.global_rank]
-            for kind in _METRICS:
-                getattr(self._trainer, kind).update(end[kind])
-            self._trainer.should_stop = end["should_stop"]
+        self._restore_random(self._mine(state))
         return True
 
     def remove(self) -> None:
@@ -165,27 +154,24 @@ class ExactResume:
                 "SlurmRequeue cannot restore a generator that several training loaders share: the data order "
                 "will differ from an uninterrupted run. Give each loader its own torch.Generator."
             )
-        for (loader, _), why in zip(self._loaders, self._load_all(state), strict=True):
-            has_own_state = hasattr(loader, "load_state_dict")  # which Lightning gives it
-            if why and state["num_batches"] and not has_own_state:
+        self._load_all(state)
+
+    def _load_all(self, state: dict[str, Any]) -> None:
+        """Restore the positions of the loaders; warn of those in the middle of which that is not possible."""
+        is_same = len(state["loaders"]) == len(self._loaders) and self._mine(state) is not None
+        for number, (loader, why) in enumerate(self._loaders):
+            place = state["loaders"][number] if is_same else None
+            why = why or ("" if place else _OTHER_LOADERS)
+            try:
+                if not why:
+                    load_loader_state(loader, place)
+            except ValueError as error:
+                why = str(error).rstrip(".")
+            if why and state["num_batches"] and not hasattr(loader, "load_state_dict"):  # which Lightning gives it
                 rank_zero_warn(
                     f"SlurmRequeue cannot resume at the next sample: {why}. The first {state['num_batches']} "
                     "batches of this epoch are repeated, the last ones are skipped."
                 )
-
-    def _load_all(self, state: dict[str, Any]) -> list[str]:
-        """Return, for each loader, why its position could not be restored; ``""`` if it was."""
-        if len(state["loaders"]) != len(self._loaders) or self._mine(state) is None:
-            return [why or _OTHER_LOADERS for _, why in self._loaders]
-        reasons = []
-        for (loader, why), place in zip(self._loaders, state["loaders"], strict=True):
-            reasons.append(why or ("" if place else _OTHER_LOADERS))
-            if not reasons[-1]:
-                try:
-                    load_loader_state(loader, place)
-                except ValueError as error:
-                    reasons[-1] = str(error).rstrip(".")
-        return reasons
 
     def _mine(self, state: dict[str, Any]) -> dict[str, Any] | None:
         """Random states of this rank, if there were as many ranks."""

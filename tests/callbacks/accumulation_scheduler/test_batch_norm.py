@@ -55,7 +55,9 @@ def test_running_mean_of_a_window_moves_as_by_one_batch(fit):
     later micro-batches weigh slightly more."""
     model = Normed()
     norm = copy.deepcopy(model.net[0])
-    assert fit(model, AccumulationScheduler({0: 4})) == [WARNING.format(names="net.0, net.2", statistics="corrected")]
+    assert fit(model, AccumulationScheduler({0: 4})) == [
+        WARNING.format(names="net.0 and 1 more", statistics="corrected")
+    ]
     batches = model.samples.split(4)
     expected = torch.zeros(2, dtype=torch.float64)
     for window in (batches[:4], batches[4:]):
@@ -83,7 +85,7 @@ def test_the_correction_can_be_turned_off(fit):
     plain = copy.deepcopy(model)
     statistics = "not corrected (correct_batch_norm=False)"
     told = fit(model, AccumulationScheduler({0: 3}, correct_batch_norm=False))
-    assert told == [WARNING.format(names="net.0, net.2", statistics=statistics)]
+    assert told == [WARNING.format(names="net.0 and 1 more", statistics=statistics)]
     for batch in model.samples.split(4):
         plain.net[0](batch)
     assert torch.equal(model.net[0].running_mean, plain.net[0].running_mean)
@@ -92,7 +94,7 @@ def test_the_correction_can_be_turned_off(fit):
 def test_many_layers_are_told_by_the_first(fit):
     model = Normed()
     model.net = nn.Sequential(*(nn.BatchNorm1d(2, dtype=torch.float64) for _ in range(7)))
-    names = "net.0, net.1, net.2, net.3, net.4 and 2 more"
+    names = "net.0 and 6 more"
     assert fit(model, AccumulationScheduler({0: 2})) == [WARNING.format(names=names, statistics="corrected")]
 
 

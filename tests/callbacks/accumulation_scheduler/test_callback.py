@@ -188,22 +188,6 @@ class Scheduled(Scalar):
         assert scheduler.last_epoch == len(self.gradients)
 
 
-class Passing(Scheduled):
-    """The loader has holes."""
-
-    def train_dataloader(self):
-        return DataLoader(self.values, collate_fn=lambda values: None if values[0] in (2, 4) else torch.stack(values))
-
-
-@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
-def test_a_batch_that_is_not_there_ends_no_window(fit):
-    model = Passing(range(1, 8))
-    fit(model, AccumulationScheduler({0: 2}))
-    assert model.gradients == [2, 5, 6.5]
-    assert model.zeroed_at == [0, 4, 5]
-    assert model.lr_schedulers().last_epoch == 3
-
-
 class CutShort(Scalar):
     """Ends its epochs early."""
 

@@ -190,7 +190,7 @@ def test_strategies_that_accumulate_otherwise_are_refused(make_trainer, monkeypa
     trainer.strategy.connect(model)
     monkeypatch.setattr(type(trainer.strategy), "handles_gradient_accumulation", True)
     with pytest.raises(MisconfigurationException) as caught:
-        callback.setup(trainer, model, "fit")
+        callback._apply(trainer)
     assert str(caught.value) == (
         f"{NAME} does not work with SingleDeviceStrategy: it accumulates gradients itself, with one factor "
         f"for the whole run. Use its own configuration and remove the callback."
@@ -199,10 +199,10 @@ def test_strategies_that_accumulate_otherwise_are_refused(make_trainer, monkeypa
     strategy.connect(model)
     monkeypatch.setattr(type(trainer), "strategy", strategy)
     with pytest.raises(MisconfigurationException) as caught:
-        callback.setup(trainer, model, "fit")
+        callback._apply(trainer)
     assert str(caught.value) == (
-        f"{NAME} does not work with FSDPStrategy(cpu_offload=True): FSDP1 accumulates wrong gradients there. "
-        "Use ModelParallelStrategy (FSDP2)."
+        f"{NAME} does not work with FSDPStrategy(cpu_offload=True): FSDP1 accumulates wrong gradients. "
+        "Use FSDP2: ModelParallelStrategy."
     )
 
 

@@ -84,12 +84,12 @@ def test_a_resumed_run_is_the_one_that_never_stopped(make_trainer, tmp_path, uni
     steps = torch.load(path)["global_step"]
     assert resumed.learning_rates == whole.learning_rates[steps:]
     lost = torch.load(path)["callbacks"]["AccumulationScheduler"]
-    if lost["position"] == lost["length"]:
+    if lost["num_done"] == lost["length"]:
         assert resumed.gradients == whole.gradients[steps:]
         assert torch.equal(resumed.weight, whole.weight)
         return
     first, *others = resumed.gradients
-    num_left = lost["length"] - lost["position"]
+    num_left = lost["length"] - lost["num_done"]
     assert first == pytest.approx(sum(VALUES[position : position + num_left]) / num_left, abs=1e-12)
     assert others == whole.gradients[steps + 1 :]
 
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_an_error_counts_the_batch_that_failed_once(make_trainer
     with pytest.raises(PlantedError):
         fit(model)
     state = torch.load(tmp_path / "on_exception.ckpt")["callbacks"]["AccumulationScheduler"]
-    assert (state["position"], state["length"]) == (2, 4)
+    assert (state["num_done"], state["length"]) == (2, 4)
 
 
 def test_a_checkpoint_in_the_middle_of_a_batch_does_not_count_it(make_trainer, tmp_path):

@@ -120,7 +120,10 @@ def test_a_tuner_accumulates_and_the_fit_after_it_begins_anew(make_trainer, tmp_
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_batch_sizes_that_are_tried_need_not_divide_the_target(make_trainer, tmp_path, is_first):
-    callbacks = [AccumulationScheduler(target_batch_size=12), BatchSizeFinder(steps_per_trial=1, max_trials=2)]
+    callbacks = [
+        AccumulationScheduler(target_batch_size=12, round="up"),
+        BatchSizeFinder(steps_per_trial=1, max_trials=2),
+    ]
     model = Tuned(torch.linspace(0, 1, 48), batch_size=5)
     model.train_dataloader = lambda: DataLoader(model.values, batch_size=model.batch_size)
     trainer = make_trainer(
@@ -151,4 +154,4 @@ def test_a_test_of_a_checkpoint_does_not_move_the_window(make_trainer, tmp_path)
     trainer = make_trainer(callbacks=[callback], limit_val_batches=0, max_epochs=1)
     trainer.fit(model)
     trainer.test(model, ckpt_path=tmp_path / "middle.ckpt", verbose=False)
-    assert callback.state_dict() == {"length": 4, "position": 4, "batch": 8}
+    assert callback.state_dict() == {"length": 4, "num_done": 4, "batch": 8}

@@ -260,12 +260,13 @@ def test_the_user_may_split(make_trainer, is_method: bool) -> None:
     assert callback.micro_batch_size == BATCH // 2
 
 
-def test_a_batch_that_the_step_writes_into_is_there_again(make_trainer) -> None:
+def test_what_a_step_takes_out_of_its_batch_is_there_again_and_what_it_writes_is_refused(make_trainer) -> None:
     class Writing(LitRegression):
+        writes = False
+
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-            batch["x"].mul_(2)
-            batch.pop("unused", None)
-            return super().training_step(batch, batch_idx)
+            x = batch.pop("x")
+            return super().training_step(batch | {"x": x.mul_(2) if self.writes else x * 2}, batch_idx)
 
     weights = []
     for callback, limit in ((MicroBatching(2), None), (MicroBatching(regrow_after_n_batches=None), int(2.5 * MIB))):
@@ -274,6 +275,12 @@ def test_a_batch_that_the_step_writes_into_is_there_again(make_trainer) -> None:
             make_trainer(callbacks=[callback], max_epochs=1).fit(model)
         weights.append(model.state_dict())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    model.writes = True
+    with (
+        MemoryLimit(limit),
+        pytest.raises(RuntimeError, match=r"^MicroBatching cannot retry this batch: training_step"),
+    ):
+        make_trainer(callbacks=[MicroBatching()], max_epochs=1).fit(model)
 
 
 def test_after_the_fit_trainer_and_module_are_what_they_were(make_trainer) -> None:

@@ -48,17 +48,16 @@ class EagerBatches:
     """A batch sampler of no class in particular, which draws in iter()."""
 
     def __init__(self):
-        self.generator = numpy.random.default_rng(0)
-        self.random = random.Random(0)
+        self.generator = seeded()
 
     def __len__(self):
         return 6
 
     def __iter__(self):
-        order = self.generator.permutation(NUM_SAMPLES).tolist()
-        self.random.shuffle(order)
+        order = numpy.random.permutation(NUM_SAMPLES).tolist()
         random.shuffle(order)
-        order = torch.tensor(order)[torch.randperm(NUM_SAMPLES)].tolist()
+        order = torch.tensor(order)[torch.randperm(NUM_SAMPLES, generator=self.generator)]
+        order = order[torch.randperm(NUM_SAMPLES)].tolist()
         return iter([order[start : start + 4] for start in range(0, NUM_SAMPLES, 4)])
 
 
@@ -72,14 +71,11 @@ class LateBatches(EagerBatches):
 class Eager:
     """A sampler of no class in particular, within a BatchSampler."""
 
-    def __init__(self):
-        self.state = numpy.random.RandomState(0)
-
     def __len__(self):
         return NUM_SAMPLES
 
     def __iter__(self):
-        return iter(self.state.permutation(NUM_SAMPLES)[numpy.random.permutation(NUM_SAMPLES)].tolist())
+        return iter(numpy.random.permutation(NUM_SAMPLES).tolist())
 
 
 def seeded(seed=0):
@@ -209,10 +205,11 @@ def test_the_rest_of_an_epoch_and_the_next_are_those_of_a_run_without_a_break(na
             generators.extend([torch.get_rng_state(), numpy.random.get_state(), random.getstate()])
 
     seed_all(1)
-    whole = train(make(**arguments), 3)
-    seed_all(1)
     loader = stateful(make, **arguments)
-    assert train(loader, 3, on_batch=save) == whole  # nothing changes
+    whole = train(loader, 3, on_batch=save)
+    if name not in ("eager", "within"):  # which draw later than in a plain loader
+        seed_all(1)
+        assert whole == train(make(**arguments), 3)
 
     seed_all(7)
     resumed = stateful(make, **arguments)
@@ -428,8 +425,22 @@ def test_what_has_no_place_to_go_to_is_refused(loader, reason):
 
 
 def test_what_is_no_loader_is_refused():
-    with pytest.raises(TypeError, match=r"^loader list cannot be made stateful: it is not a DataLoader\.$"):
+    with pytest.raises(ValueError, match=r"^loader list cannot be made stateful: it is not a DataLoader\.$"):
         make_stateful([])
+
+
+@pytest.mark.parametrize("generator", [random.Random(0), numpy.random.RandomState(0), numpy.random.default_rng(0)])
+def test_a_sampler_with_a_generator_of_another_kind_is_refused(generator):
+    class Drawing(Eager):
+        def __init__(self):
+            self.own = generator
+
+    message = (
+        rf"^A run with the sampler Drawing cannot be resumed exactly: it draws from a {type(generator).__name__} of "
+        r"its own\. Use a torch\.Generator, or the global generator, in its place\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_stateful(DataLoader(Numbers(), 4, sampler=Drawing()))
 
 
 @pytest.mark.parametrize(
