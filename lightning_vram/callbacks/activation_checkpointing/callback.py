@@ -21,20 +21,17 @@ from typing_extensions import override
 from lightning_vram.argument_checks import check_bool, check_choice, check_kind, check_number, check_positive_int
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
 from lightning_vram.core.host.memory import OffloadError, hidden_from_modes
-from lightning_vram.core.layers import Layer, LayerSelection, check_layers
+from lightning_vram.core.layers import LayerSelection, check_layers, show_names
 from lightning_vram.core.operators import BALANCE
 from lightning_vram.memory.estimate.workspaces import measure_bus
 from lightning_vram.memory.storages import iterate_tensors
 from lightning_vram.memory.units import format_bytes, parse_bytes, parse_limit
-from lightning_vram.private_names.dispatcher import FakeTensor, is_compiled, modules_in_compiled
+from lightning_vram.private_names.dispatcher import FakeTensor, modules_in_compiled
 from lightning_vram.techniques.activation_checkpointing import (
     BudgetedCheckpointing,
     CheckpointingHandle,
     CheckpointPlan,
-    CompiledBudget,
-    CompiledBudgetError,
     SavePolicy,
-    ShareSearch,
     apply_activation_checkpointing,
     parse_save,
     share_largest,
@@ -143,36 +140,6 @@ class BudgetOffload:
         return any(type(parameter.data) is FakeTensor for parameter in self._trainer.lightning_module.parameters())
 
 
-def are_compiled(model: pl.LightningModule, layers: Sequence[Layer]) -> bool:
-    """Whether ``layers`` run in compiled code. Refuses a mixture."""
-    compiled = modules_in_compiled(model)
-    eager = [layer.name for layer in layers if layer.module not in compiled]
-    if eager and len(eager) < len(layers):
-        raise MisconfigurationException(
-            "ActivationCheckpointing(budget) cannot mix compiled and uncompiled layers: "
-            f"{', '.join(eager)} {'is' if len(eager) == 1 else 'are'} not compiled. Compile all, or name only one kind "
-            "in layers."
-        )
-    return not eager
-
-
-def _report_share(title: str, budget_bytes: int, search: ShareSearch) -> None:
-    """Tell which share of a compiled model's activations is kept, and warn if that is far from the budget."""
-    saved, best = search.kept_bytes, search.best
-    points = ", ".join(f"{share:.3f}: {format_bytes(saved[share])}" for share in sorted(saved))
-    rank_zero_info(
-        f"{title} sets the compiler's activation memory budget to {best:.3f}: {format_bytes(saved[best])} saved for "
-        f"backward, {saved[best] / budget_bytes:.0%} of the budget. Tried: {points}."
-    )
-    if not search.is_close:
-        above = search.next_above or 1.0  # the search ends above a share only if the next one does not fit
-        rank_zero_warn(
-            f"{title} is missed by more than 3 %: a share of {best:.3f} saves {format_bytes(saved[best])} and is "
-            f"used; a share of {above:.3f} saves {format_bytes(saved[above])}. The compiler saves whole tensors or "
-            "groups of them: models with more layers come closer to a budget."
-        )
-
-
 class ActivationCheckpointing(FitTechnique):
     """Save only the inputs of chosen layers, and recompute the rest in the backward.
 
@@ -204,8 +171,7 @@ class ActivationCheckpointing(FitTechnique):
             Then the cheapest plan found within the budget, by layer and by operator, is applied and logged as a table.
             Excludes the arguments above except ``layers``. On a single process, a batch that is larger, in bytes or
             along a dimension, is checkpointed and planned again; with several ranks the plan is made once, for the
-            first batch on the rank that needs most. For compiled layers, the first steps try how much the compiler may
-            save.
+            first batch on the rank that needs most. Not for compiled layers.
         remedies: Means to meet a ``budget``. ``("recompute",)``: recomputation only. ``("recompute", "offload")``:
             tensors saved first in a forward are offloaded to the host, as much as PCIe bandwidth allows, and only the
             rest is recomputed.
@@ -262,7 +228,6 @@ class ActivationCheckpointing(FitTechnique):
         self._handle: CheckpointingHandle | None = None
         self._is_policy_unproven = False
         self._budgeted: BudgetedCheckpointing | None = None
-        self._compiled: CompiledBudget | None = None
         self._context: AroundStep | None = None
         self._batch: Any = None  # of the step that is about to be observed
         self._plan: CheckpointPlan | None = None  # made in the step, and not applied yet
@@ -302,7 +267,7 @@ class ActivationCheckpointing(FitTechnique):
 
     def __getstate__(self) -> dict[str, object]:
         # A copy of the callback has not changed any module.
-        run = ("_handle", "_budgeted", "_compiled", "_context", "_batch", "_plan", "_offload")
+        run = ("_handle", "_budgeted", "_context", "_batch", "_plan", "_offload")
         return {**vars(self), **dict.fromkeys(run), "_planned_sizes": []}
 
     @override
@@ -329,19 +294,14 @@ class ActivationCheckpointing(FitTechnique):
         if self._budget_bytes is None:
             rank_zero_info(f"ActivationCheckpointing {_describe(self._handle.selection)}")
             return
-        if is_compiled(pl_module):
-            if are_compiled(pl_module, self._handle.selection.layers):
-                self._handle.remove()  # the compiler recomputes
-                if self._offload_bytes is not None:
-                    raise MisconfigurationException(
-                        "ActivationCheckpointing(remedies=('recompute', 'offload')) does not work with compiled "
-                        "layers, where the compiler chooses what to save. Leave out 'offload' or torch.compile."
-                    )
-                self._compiled = CompiledBudget(pl_module, self._budget_bytes)
-                around = partial(self._compiled_step, self._compiled)
-                self._context = AroundStep(trainer.strategy, "training_step", Depth.OBSERVATION, around)
-                return
-            self._handle.leave_to_compiler()  # what else is compiled
+        in_compiled = modules_in_compiled(pl_module)
+        compiled = [layer.name for layer in self._handle.selection.layers if layer.module in in_compiled]
+        if compiled:
+            raise MisconfigurationException(
+                f"ActivationCheckpointing(budget={self.budget!r}) does not work with compiled layers "
+                f"({show_names(compiled)}): the compiler chooses what to save. Leave out budget to recompute all of "
+                "them, or do not compile them."
+            )
         if self._offload_bytes is not None:
             self._offload = BudgetOffload(trainer, self._offload_bytes)
         self._budgeted = BudgetedCheckpointing(
@@ -384,23 +344,12 @@ class ActivationCheckpointing(FitTechnique):
             what = f"a batch of {format_bytes(sizes[0])}: {format_bytes(plan.peak_bytes)} of activations"
             rank_zero_info(f"{title} again, for {what}, {plan.recompute_share:.0%} of the forward is recomputed.")
 
-    @contextmanager
-    def _compiled_step(self, compiled: CompiledBudget, batch: object, *_: object, **__: object) -> Iterator[None]:
-        was_done = compiled.is_done
-        try:
-            with compiled.step(batch):
-                yield
-        except CompiledBudgetError as error:
-            raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
-        if compiled.is_done and not was_done:
-            _report_share(f"ActivationCheckpointing(budget={self.budget})", compiled.budget_bytes, compiled.search)
-
     @override
     def _undo(self) -> None:
-        for undone in (self._context, self._compiled, self._handle, self._offload):
+        for undone in (self._context, self._handle, self._offload):
             if undone is not None:
                 undone.remove()
-        self._context = self._handle = self._budgeted = self._compiled = self._batch = self._plan = self._offload = None
+        self._context = self._handle = self._budgeted = self._batch = self._plan = self._offload = None
         self._planned_sizes = []
 
     def _check_budget(self) -> int | None:

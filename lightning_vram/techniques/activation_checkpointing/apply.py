@@ -102,11 +102,6 @@ class CheckpointingHandle(Swaps):
         numbers = [part.observation.num_kept for part in parts if part.observation.num_kept is not None]
         return sum(numbers) if numbers else None
 
-    def leave_to_compiler(self) -> None:
-        """Let layers run plain in compiled code, whose partitioner decides what it recomputes."""
-        for module in self.modules:
-            vars(module)[_STATE].is_compilable = False
-
     def remove(self) -> None:
         """Give every layer its class back. Calling it again does nothing."""
         super().remove()
