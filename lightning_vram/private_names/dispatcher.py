@@ -127,7 +127,6 @@ PACK_SEQUENCES = torch.ops.aten._pack_padded_sequence.default
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 RECURRENT_FUNCTIONS: Any = torch._VF
 
-neg_view: Callable[[Tensor], Tensor] = torch._neg_view  # a view with the opposite sign
 copy_each: Any = torch._foreach_copy_  # copy each tensor of the second list to that of the first
 add_to_each: Any = torch._foreach_add_  # add a number to each tensor, in place
 multiply_each: Any = torch._foreach_mul_  # multiply each tensor by a factor, in place
