@@ -99,7 +99,7 @@ class StepObserver(StorageSubscriber):
         self._min_offload_bytes = min_offload_bytes
         self._births: list[_Call | None] = []  # of each number: the call that it was made in
         self._small: set[int] = set()  # storages of which a smaller part was saved
-        self._costly = SavePolicy("matmuls")
+        self._costly = SavePolicy("matmuls").resolved
         self._rounds = [_Round()]
         self._call: _Call | None = None
         self._is_inside = False
@@ -192,7 +192,7 @@ class StepObserver(StorageSubscriber):
             self._rounds[-1].other_cost += cost
             return
         operator = _Operator(str(func).rpartition(".")[0] or str(func), cost, self._call.num_saves)
-        if self._costly.concerns(func):
+        if func in self._costly:
             tensors = list(tensors_in(result))
             operator.storages = dict(entry for tensor in tensors for entry in self._number(tensor).items())
             if tensors and type(tensors[0]) is Tensor and is_strided(tensors[0]):
