@@ -50,19 +50,16 @@ def check_remedies(remedies: Sequence[str], offload_bytes: object, budget: objec
     check_kind(name, remedies, list | tuple, "a list or tuple of names")
     if tuple(remedies) not in _REMEDIES:
         raise ValueError(f"{name} must be ('recompute',) or ('recompute', 'offload'), got {remedies!r}.")
-    num_bytes: int | Literal["auto"] = "auto"
-    if offload_bytes != "auto":
-        num_bytes = parse_bytes(offload_bytes, "ActivationCheckpointing(offload_bytes)")  # type: ignore[arg-type]
-    if "offload" in remedies:
-        if budget is None:
-            raise ValueError(f"{name} needs a budget to meet, got {remedies!r} without one. Set budget='6GiB'.")
-        return num_bytes
-    if num_bytes != "auto":
+    has_offload, is_auto = "offload" in remedies, offload_bytes == "auto"
+    num_bytes = 0 if is_auto else parse_bytes(offload_bytes, "ActivationCheckpointing(offload_bytes)")  # type: ignore[arg-type]
+    if has_offload and budget is None:
+        raise ValueError(f"{name} needs a budget to meet, got {remedies!r} without one. Set budget='6GiB'.")
+    if not has_offload and not is_auto:
         raise ValueError(
             f"ActivationCheckpointing(offload_bytes={offload_bytes!r}) limits offload, which is off. "
             "Set remedies=('recompute', 'offload')."
         )
-    return None
+    return None if not has_offload else "auto" if is_auto else num_bytes
 
 
 class BudgetOffload:
@@ -73,29 +70,15 @@ class BudgetOffload:
         self._offload_bytes = offload_bytes
         self._forward_seconds = 0.0
         module = trainer.lightning_module
-        self._offloading = ActivationOffloading(module, min_offload_bytes=MIN_OFFLOAD_BYTES, most_bytes=0)
+        self._is_fake = any(type(parameter.data) is FakeTensor for parameter in module.parameters())
+        self.offloading = ActivationOffloading(module, min_offload_bytes=MIN_OFFLOAD_BYTES, most_bytes=0)
         self._context = AroundStep(trainer.strategy, "training_step", Depth.OFFLOAD, lambda *_, **__: self._step())
-
-    @staticmethod
-    def check(trainer: pl.Trainer, offload_bytes: int | Literal["auto"]) -> None:
-        """Refuse runs that cannot offload."""
-        refuse_moved_parameters("ActivationCheckpointing(remedies)", trainer, "saved tensors are views of")
-        if any(type(other).__name__ == "ActivationOffload" for other in trainer.callbacks):  # type: ignore[attr-defined]
-            raise MisconfigurationException(
-                "ActivationCheckpointing(remedies=('recompute', 'offload')) does not work with ActivationOffload. "
-                "Remove one of them."
-            )
-        if offload_bytes == "auto" and trainer.strategy.root_device.type == "cpu":
-            raise MisconfigurationException(
-                "ActivationCheckpointing(remedies=('recompute', 'offload')) offloads to host memory, but the model "
-                "is on the CPU: nothing is saved. Leave out 'offload', or set offload_bytes."
-            )
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Time the forward inside."""
         device = self._trainer.strategy.root_device
-        if self._offload_bytes != "auto" or self._is_fake():
+        if self._offload_bytes != "auto" or self._is_fake:
             yield
             return
         torch.accelerator.synchronize(device)
@@ -109,7 +92,7 @@ class BudgetOffload:
         """Return the bytes that PCIe transfers during a forward; what it takes is a guess if its tensors are fake."""
         if self._offload_bytes != "auto":
             return self._offload_bytes
-        if self._is_fake():
+        if self._is_fake:
             cost = max((profile.cost for profile in budgeted.profiles), default=0.0)
             return round(cost * _USUAL_BUS / (BALANCE * _USUAL_BANDWIDTH))
         with hidden_from_modes(next(self._trainer.lightning_module.parameters())):
@@ -117,27 +100,20 @@ class BudgetOffload:
 
     def apply(self, plan: CheckpointPlan) -> None:
         """Apply a plan from the next step on. Tensors are not cut: the last may exceed the planned bytes."""
-        self._offloading.most_bytes = plan.offloaded_bytes + plan.largest_bytes if plan.offloaded_bytes else 0
-
-    def keep_in_place(self, batch: object) -> None:
-        """Leave the batch on the device: it is alive anyway."""
-        self._offloading.keep_in_place(batch)
+        self.offloading.most_bytes = plan.offloaded_bytes + plan.largest_bytes if plan.offloaded_bytes else 0
 
     def remove(self) -> None:
         """Put everything back."""
         self._context.remove()
-        self._offloading.close()
+        self.offloading.close()
 
     @contextmanager
     def _step(self) -> Iterator[None]:
         try:
-            with self._offloading:
+            with self.offloading:
                 yield
         except OffloadError as error:
             raise MisconfigurationException(f"ActivationCheckpointing(remedies): {error}") from None
-
-    def _is_fake(self) -> bool:
-        return any(type(parameter.data) is FakeTensor for parameter in self._trainer.lightning_module.parameters())
 
 
 class ActivationCheckpointing(FitTechnique):
@@ -239,7 +215,7 @@ class ActivationCheckpointing(FitTechnique):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
         if self._offload is not None:
-            self._offload.keep_in_place(batch)
+            self._offload.offloading.keep_in_place(batch)  # it is alive anyway
         if self._budgeted is None or (self._planned_sizes and trainer.world_size > 1):
             return  # ranks must recompute the same layers: several keep the plan that they have made together
         pairs = zip_longest(_sizes_of(batch), self._planned_sizes, fillvalue=0)
@@ -272,8 +248,19 @@ class ActivationCheckpointing(FitTechnique):
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
-        if self._offload_bytes is not None:
-            BudgetOffload.check(trainer, self._offload_bytes)
+        if self._offload_bytes is None:
+            return
+        refuse_moved_parameters("ActivationCheckpointing(remedies)", trainer, "saved tensors are views of")
+        if any(type(other).__name__ == "ActivationOffload" for other in trainer.callbacks):  # type: ignore[attr-defined]
+            raise MisconfigurationException(
+                "ActivationCheckpointing(remedies=('recompute', 'offload')) does not work with ActivationOffload. "
+                "Remove one of them."
+            )
+        if self._offload_bytes == "auto" and trainer.strategy.root_device.type == "cpu":
+            raise MisconfigurationException(
+                "ActivationCheckpointing(remedies=('recompute', 'offload')) offloads to host memory, but the model "
+                "is on the CPU: nothing is saved. Leave out 'offload', or set offload_bytes."
+            )
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -356,13 +343,9 @@ class ActivationCheckpointing(FitTechnique):
         if self.budget is None:
             return None
         budget_bytes = parse_limit(self.budget, "ActivationCheckpointing(budget)")
-        others = {
-            "every_n_layers": (self.every_n_layers, 1),
-            "save": (self.save, "inputs"),
-            "segments": (self.segments, None),
-            "skip_last": (self.skip_last, False),
-        }
-        given = [f"{name}={value!r}" for name, (value, default) in others.items() if value != default]
+        defaults = {"every_n_layers": 1, "save": "inputs", "segments": None, "skip_last": False}
+        values = {name: getattr(self, name) for name in defaults}
+        given = [f"{name}={value!r}" for name, value in values.items() if value != defaults[name]]
         if given:
             raise ValueError(
                 f"ActivationCheckpointing(budget={self.budget!r}) chooses what to recompute and excludes "
