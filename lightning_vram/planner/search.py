@@ -28,6 +28,7 @@ from lightning_vram.planner.scheme import (
     Workload,
     find_measured,
 )
+from lightning_vram.private_names.torch import is_compiled_by_lightning
 
 EXACT, LOSSLESS, ANY = Exactness
 
@@ -69,6 +70,7 @@ class Remedies:
     states: tuple[Scheme, ...]  # the first one is empty; parts that a run refuses are left out of later ones
     singles: tuple[Part, ...] = ()  # for activations, without a number to choose
     checkpoints: bool = True  # activation checkpointing
+    budgets: bool = True  # of bytes for checkpointed layers: refused where they are compiled
     offloads: bool = False  # saved activations of checkpointed layers may go to the host
     cuts: bool = False  # micro-batches
     tiles: bool = False  # MLPs in tiles of tokens
@@ -111,6 +113,7 @@ def remedies_for(
         states=tuple(states),
         singles=tuple(filter(suits, singles)),
         checkpoints=not has_checkpoints,
+        budgets=module is None or not is_compiled_by_lightning(module),  # which a trace leaves out
         offloads=on_card and not has_checkpoints and OFFLOAD.name not in taken,
         cuts=suits(IN_PARTS),
         tiles=suits(TOKEN_TILING),
@@ -296,14 +299,15 @@ class _Search:
         lean = self._run(whole.scheme + CHECKPOINTING)
         if lean is None:
             return None
-        if self._fits(lean):
+        has_budgets = self._remedies.budgets
+        if has_budgets and self._fits(lean):
             self._fit_budget(whole, lean, {})
         if not self._remedies.offloads or self._is_as_fast(whole):
             return lean
         if not self._fits(lean):
             self._run(lean.scheme + OFFLOAD)
         transfer_bytes = int(self._workload.transfer_bytes_per_s * whole.seconds)
-        if transfer_bytes >= MIB:
+        if has_budgets and transfer_bytes >= MIB:
             arguments = {"remedies": ["recompute", "offload"], "offload_bytes": format_argument(transfer_bytes)}
             self._fit_budget(whole, lean, arguments)
         return lean

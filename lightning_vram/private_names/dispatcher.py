@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._functorch import config
 from torch._guards import detect_fake_mode
-from torch._inductor import config as inductor_config
 from torch._inductor import list_options
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
@@ -39,7 +38,6 @@ from torch.utils._python_dispatch import (
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_dispatch_modes
-from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import override
 
 from lightning_vram.private_names.torch import is_compiled_by_lightning, tree_leaves
@@ -131,7 +129,6 @@ PACK_SEQUENCES = torch.ops.aten._pack_padded_sequence.default
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 RECURRENT_FUNCTIONS: Any = torch._VF
 
-neg_view: Callable[[Tensor], Tensor] = torch._neg_view  # a view with the opposite sign
 copy_each: Any = torch._foreach_copy_  # copy each tensor of the second list to that of the first
 add_to_each: Any = torch._foreach_add_  # add a number to each tensor, in place
 multiply_each: Any = torch._foreach_mul_  # multiply each tensor by a factor, in place
@@ -453,40 +450,3 @@ def hide_from_dynamo(function: _Function) -> _Function:
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
-
-
-LEAST_SHARE = 1e-6  # at 0 the partitioner saves its inputs, and ignores what must be saved
-
-
-@contextmanager
-def activation_share(share: float) -> Iterator[None]:
-    """Make code that is compiled inside save ``share`` of its activations for the backward, from LEAST_SHARE to 1.
-
-    Random results are always saved; of inductor's, their seeds. By itself the partitioner recomputes them at small
-    shares and draws other numbers: the backward has another dropout mask than the forward (seen in 2.11, 2.13 and 2.15
-    with ``aot_eager``, in 2.13 with ``inductor``).
-    """
-    partitioner = {
-        "activation_memory_budget": share,
-        "joint_custom_pass": _KeepRandom(config.joint_custom_pass),
-        "enable_autograd_cache": False,
-    }
-    inductor = {"joint_custom_post_pass": _KeepRandom(inductor_config.joint_custom_post_pass)}
-    with config.patch(partitioner), inductor_config.patch(inductor):
-        yield
-
-
-class _KeepRandom:
-    """Marks random results to be saved, after the passes that others have set."""
-
-    def __init__(self, others: Any) -> None:
-        self._others = others if isinstance(others, list | tuple) else [others] * (others is not None)
-
-    def __call__(self, joint: Any, *inputs: Any) -> Any:
-        for other in self._others:
-            joint = other(joint, *inputs) or joint
-        graph = joint if isinstance(joint, fx.Graph) else joint.graph
-        for node in graph.nodes:
-            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        return joint

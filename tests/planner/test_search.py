@@ -3,7 +3,9 @@
 from dataclasses import replace
 from itertools import product
 
+import lightning.pytorch as pl
 import pytest
+import torch
 from torch import nn
 
 from lightning_vram.estimation.step_time import StepTime
@@ -86,6 +88,17 @@ def test_layers_keep_as_much_as_fits(budget, overhead):
     assert 0.99 * budget <= found.best.needed_bytes <= budget
     assert found.best.seconds == min(one.seconds for one in found.tried if one.needed_bytes <= budget)
     assert len(steps.schemes) <= 6
+
+
+def test_compiled_modules_get_no_activation_budget():
+    module = pl.LightningModule()
+    assert remedies_for({}, Exactness.ANY, on_card=False, module=module).budgets
+    from_compiled = pl.utilities.compile.from_compiled(torch.compile(module, backend="eager"))
+    remedies = remedies_for({}, Exactness.ANY, on_card=True, module=from_compiled)
+    steps = Steps()
+    search(steps, Workload(8 * GIB, BATCH_SIZE), remedies)
+    assert any(CHECKPOINTING.name in scheme for scheme in steps.schemes)
+    assert not any("budget" in scheme for scheme in steps.schemes)
 
 
 def test_a_single_remedy_that_is_faster_wins():

@@ -25,7 +25,7 @@ CONTEXTS = ["DDP", "FSDP2", NO_GPU, "torch.compile", "manual optimization", ACCU
 TRAINED = [context for context in CONTEXTS if context not in (NO_GPU, "MPS")]
 MOVES = "both strategies move parameters that these features read; use FSDP2"
 
-INDUCTOR = "but only lossless with `ActivationCheckpointing(budget=)` and inductor"
+NO_BUDGET = "but `budget=` is an error with compiled layers"
 
 
 def _scaler() -> torch.amp.GradScaler:
@@ -95,8 +95,8 @@ def _compression(context: str) -> Arguments:
 
 MOVED = {NO_GPU: ("no", MOVES, "it frees and moves parameters")}
 FEATURES = {
-    "AutoVRAM": Feature(_auto, other={"torch.compile": ("exact", INDUCTOR)}),
-    "ActivationCheckpointing": _callback(vram.ActivationCheckpointing, other={"torch.compile": ("exact", INDUCTOR)}),
+    "AutoVRAM": Feature(_auto),
+    "ActivationCheckpointing": _callback(vram.ActivationCheckpointing, other={"torch.compile": ("exact", NO_BUDGET)}),
     "ActivationOffload": Feature(
         _offload,
         other=MOVED | {"CPU": ("no effect", "activations are in host memory already; `disk_path=` moves them to disk")},

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import lightning_vram
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 from lightning_vram.techniques.activation_checkpointing.save_policy import parse_save
-from lightning_vram.techniques.in_place_fusion.norm_pairs import apply_inplace_abn
 from lightning_vram.techniques.in_place_fusion.observed_links import Link
+from lightning_vram.techniques.in_place_fusion.policy import apply_inplace_abn
 from lightning_vram.techniques.mixed_precision.module_precision import Float32Islands, keep_norms_low
 
 NAMES = ["module", "state", "plain", "norm", "layer", "save", "function", "debug"]

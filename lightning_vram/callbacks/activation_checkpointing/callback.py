@@ -21,20 +21,17 @@ from typing_extensions import override
 from lightning_vram.argument_checks import check_bool, check_choice, check_kind, check_number, check_positive_int
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
 from lightning_vram.core.host.memory import OffloadError, hidden_from_modes
-from lightning_vram.core.layers import Layer, LayerSelection, check_layers
+from lightning_vram.core.layers import LayerSelection, check_layers, show_names
 from lightning_vram.core.operators import BALANCE
 from lightning_vram.memory.estimate.workspaces import measure_bus
 from lightning_vram.memory.storages import iterate_tensors
 from lightning_vram.memory.units import format_bytes, parse_bytes, parse_limit
-from lightning_vram.private_names.dispatcher import FakeTensor, is_compiled, modules_in_compiled
+from lightning_vram.private_names.dispatcher import FakeTensor, modules_in_compiled
 from lightning_vram.techniques.activation_checkpointing import (
     BudgetedCheckpointing,
     CheckpointingHandle,
     CheckpointPlan,
-    CompiledBudget,
-    CompiledBudgetError,
     SavePolicy,
-    ShareSearch,
     apply_activation_checkpointing,
     parse_save,
     share_largest,
@@ -53,19 +50,16 @@ def check_remedies(remedies: Sequence[str], offload_bytes: object, budget: objec
     check_kind(name, remedies, list | tuple, "a list or tuple of names")
     if tuple(remedies) not in _REMEDIES:
         raise ValueError(f"{name} must be ('recompute',) or ('recompute', 'offload'), got {remedies!r}.")
-    num_bytes: int | Literal["auto"] = "auto"
-    if offload_bytes != "auto":
-        num_bytes = parse_bytes(offload_bytes, "ActivationCheckpointing(offload_bytes)")  # type: ignore[arg-type]
-    if "offload" in remedies:
-        if budget is None:
-            raise ValueError(f"{name} needs a budget to meet, got {remedies!r} without one. Set budget='6GiB'.")
-        return num_bytes
-    if num_bytes != "auto":
+    has_offload, is_auto = "offload" in remedies, offload_bytes == "auto"
+    num_bytes = 0 if is_auto else parse_bytes(offload_bytes, "ActivationCheckpointing(offload_bytes)")  # type: ignore[arg-type]
+    if has_offload and budget is None:
+        raise ValueError(f"{name} needs a budget to meet, got {remedies!r} without one. Set budget='6GiB'.")
+    if not has_offload and not is_auto:
         raise ValueError(
             f"ActivationCheckpointing(offload_bytes={offload_bytes!r}) limits offload, which is off. "
             "Set remedies=('recompute', 'offload')."
         )
-    return None
+    return None if not has_offload else "auto" if is_auto else num_bytes
 
 
 class BudgetOffload:
@@ -76,29 +70,15 @@ class BudgetOffload:
         self._offload_bytes = offload_bytes
         self._forward_seconds = 0.0
         module = trainer.lightning_module
-        self._offloading = ActivationOffloading(module, min_offload_bytes=MIN_OFFLOAD_BYTES, most_bytes=0)
+        self._is_fake = any(type(parameter.data) is FakeTensor for parameter in module.parameters())
+        self.offloading = ActivationOffloading(module, min_offload_bytes=MIN_OFFLOAD_BYTES, most_bytes=0)
         self._context = AroundStep(trainer.strategy, "training_step", Depth.OFFLOAD, lambda *_, **__: self._step())
-
-    @staticmethod
-    def check(trainer: pl.Trainer, offload_bytes: int | Literal["auto"]) -> None:
-        """Refuse runs that cannot offload."""
-        refuse_moved_parameters("ActivationCheckpointing(remedies)", trainer, "saved tensors are views of")
-        if any(type(other).__name__ == "ActivationOffload" for other in trainer.callbacks):  # type: ignore[attr-defined]
-            raise MisconfigurationException(
-                "ActivationCheckpointing(remedies=('recompute', 'offload')) does not work with ActivationOffload. "
-                "Remove one of them."
-            )
-        if offload_bytes == "auto" and trainer.strategy.root_device.type == "cpu":
-            raise MisconfigurationException(
-                "ActivationCheckpointing(remedies=('recompute', 'offload')) offloads to host memory, but the model "
-                "is on the CPU: nothing is saved. Leave out 'offload', or set offload_bytes."
-            )
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Time the forward inside."""
         device = self._trainer.strategy.root_device
-        if self._offload_bytes != "auto" or self._is_fake():
+        if self._offload_bytes != "auto" or self._is_fake:
             yield
             return
         torch.accelerator.synchronize(device)
@@ -112,7 +92,7 @@ class BudgetOffload:
         """Return the bytes that PCIe transfers during a forward; what it takes is a guess if its tensors are fake."""
         if self._offload_bytes != "auto":
             return self._offload_bytes
-        if self._is_fake():
+        if self._is_fake:
             cost = max((profile.cost for profile in budgeted.profiles), default=0.0)
             return round(cost * _USUAL_BUS / (BALANCE * _USUAL_BANDWIDTH))
         with hidden_from_modes(next(self._trainer.lightning_module.parameters())):
@@ -120,57 +100,20 @@ class BudgetOffload:
 
     def apply(self, plan: CheckpointPlan) -> None:
         """Apply a plan from the next step on. Tensors are not cut: the last may exceed the planned bytes."""
-        self._offloading.most_bytes = plan.offloaded_bytes + plan.largest_bytes if plan.offloaded_bytes else 0
-
-    def keep_in_place(self, batch: object) -> None:
-        """Leave the batch on the device: it is alive anyway."""
-        self._offloading.keep_in_place(batch)
+        self.offloading.most_bytes = plan.offloaded_bytes + plan.largest_bytes if plan.offloaded_bytes else 0
 
     def remove(self) -> None:
         """Put everything back."""
         self._context.remove()
-        self._offloading.close()
+        self.offloading.close()
 
     @contextmanager
     def _step(self) -> Iterator[None]:
         try:
-            with self._offloading:
+            with self.offloading:
                 yield
         except OffloadError as error:
             raise MisconfigurationException(f"ActivationCheckpointing(remedies): {error}") from None
-
-    def _is_fake(self) -> bool:
-        return any(type(parameter.data) is FakeTensor for parameter in self._trainer.lightning_module.parameters())
-
-
-def are_compiled(model: pl.LightningModule, layers: Sequence[Layer]) -> bool:
-    """Whether ``layers`` run in compiled code. Refuses a mixture."""
-    compiled = modules_in_compiled(model)
-    eager = [layer.name for layer in layers if layer.module not in compiled]
-    if eager and len(eager) < len(layers):
-        raise MisconfigurationException(
-            "ActivationCheckpointing(budget) cannot mix compiled and uncompiled layers: "
-            f"{', '.join(eager)} {'is' if len(eager) == 1 else 'are'} not compiled. Compile all, or name only one kind "
-            "in layers."
-        )
-    return not eager
-
-
-def _report_share(title: str, budget_bytes: int, search: ShareSearch) -> None:
-    """Tell which share of a compiled model's activations is kept, and warn if that is far from the budget."""
-    saved, best = search.kept_bytes, search.best
-    points = ", ".join(f"{share:.3f}: {format_bytes(saved[share])}" for share in sorted(saved))
-    rank_zero_info(
-        f"{title} sets the compiler's activation memory budget to {best:.3f}: {format_bytes(saved[best])} saved for "
-        f"backward, {saved[best] / budget_bytes:.0%} of the budget. Tried: {points}."
-    )
-    if not search.is_close:
-        above = search.next_above or 1.0  # the search ends above a share only if the next one does not fit
-        rank_zero_warn(
-            f"{title} is missed by more than 3 %: a share of {best:.3f} saves {format_bytes(saved[best])} and is "
-            f"used; a share of {above:.3f} saves {format_bytes(saved[above])}. The compiler saves whole tensors or "
-            "groups of them: models with more layers come closer to a budget."
-        )
 
 
 class ActivationCheckpointing(FitTechnique):
@@ -204,8 +147,7 @@ class ActivationCheckpointing(FitTechnique):
             Then the cheapest plan found within the budget, by layer and by operator, is applied and logged as a table.
             Excludes the arguments above except ``layers``. On a single process, a batch that is larger, in bytes or
             along a dimension, is checkpointed and planned again; with several ranks the plan is made once, for the
-            first batch on the rank that needs most. For compiled layers, the first steps try how much the compiler may
-            save.
+            first batch on the rank that needs most. Not for compiled layers.
         remedies: Means to meet a ``budget``. ``("recompute",)``: recomputation only. ``("recompute", "offload")``:
             tensors saved first in a forward are offloaded to the host, as much as PCIe bandwidth allows, and only the
             rest is recomputed.
@@ -262,7 +204,6 @@ class ActivationCheckpointing(FitTechnique):
         self._handle: CheckpointingHandle | None = None
         self._is_policy_unproven = False
         self._budgeted: BudgetedCheckpointing | None = None
-        self._compiled: CompiledBudget | None = None
         self._context: AroundStep | None = None
         self._batch: Any = None  # of the step that is about to be observed
         self._plan: CheckpointPlan | None = None  # made in the step, and not applied yet
@@ -274,7 +215,7 @@ class ActivationCheckpointing(FitTechnique):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
         if self._offload is not None:
-            self._offload.keep_in_place(batch)
+            self._offload.offloading.keep_in_place(batch)  # it is alive anyway
         if self._budgeted is None or (self._planned_sizes and trainer.world_size > 1):
             return  # ranks must recompute the same layers: several keep the plan that they have made together
         pairs = zip_longest(_sizes_of(batch), self._planned_sizes, fillvalue=0)
@@ -302,13 +243,24 @@ class ActivationCheckpointing(FitTechnique):
 
     def __getstate__(self) -> dict[str, object]:
         # A copy of the callback has not changed any module.
-        run = ("_handle", "_budgeted", "_compiled", "_context", "_batch", "_plan", "_offload")
+        run = ("_handle", "_budgeted", "_context", "_batch", "_plan", "_offload")
         return {**vars(self), **dict.fromkeys(run), "_planned_sizes": []}
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
-        if self._offload_bytes is not None:
-            BudgetOffload.check(trainer, self._offload_bytes)
+        if self._offload_bytes is None:
+            return
+        refuse_moved_parameters("ActivationCheckpointing(remedies)", trainer, "saved tensors are views of")
+        if any(type(other).__name__ == "ActivationOffload" for other in trainer.callbacks):  # type: ignore[attr-defined]
+            raise MisconfigurationException(
+                "ActivationCheckpointing(remedies=('recompute', 'offload')) does not work with ActivationOffload. "
+                "Remove one of them."
+            )
+        if self._offload_bytes == "auto" and trainer.strategy.root_device.type == "cpu":
+            raise MisconfigurationException(
+                "ActivationCheckpointing(remedies=('recompute', 'offload')) offloads to host memory, but the model "
+                "is on the CPU: nothing is saved. Leave out 'offload', or set offload_bytes."
+            )
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -329,19 +281,14 @@ class ActivationCheckpointing(FitTechnique):
         if self._budget_bytes is None:
             rank_zero_info(f"ActivationCheckpointing {_describe(self._handle.selection)}")
             return
-        if is_compiled(pl_module):
-            if are_compiled(pl_module, self._handle.selection.layers):
-                self._handle.remove()  # the compiler recomputes
-                if self._offload_bytes is not None:
-                    raise MisconfigurationException(
-                        "ActivationCheckpointing(remedies=('recompute', 'offload')) does not work with compiled "
-                        "layers, where the compiler chooses what to save. Leave out 'offload' or torch.compile."
-                    )
-                self._compiled = CompiledBudget(pl_module, self._budget_bytes)
-                around = partial(self._compiled_step, self._compiled)
-                self._context = AroundStep(trainer.strategy, "training_step", Depth.OBSERVATION, around)
-                return
-            self._handle.leave_to_compiler()  # what else is compiled
+        in_compiled = modules_in_compiled(pl_module)
+        compiled = [layer.name for layer in self._handle.selection.layers if layer.module in in_compiled]
+        if compiled:
+            raise MisconfigurationException(
+                f"ActivationCheckpointing(budget={self.budget!r}) does not work with compiled layers "
+                f"({show_names(compiled)}): the compiler chooses what to save. Leave out budget to recompute all of "
+                "them, or do not compile them."
+            )
         if self._offload_bytes is not None:
             self._offload = BudgetOffload(trainer, self._offload_bytes)
         self._budgeted = BudgetedCheckpointing(
@@ -384,36 +331,21 @@ class ActivationCheckpointing(FitTechnique):
             what = f"a batch of {format_bytes(sizes[0])}: {format_bytes(plan.peak_bytes)} of activations"
             rank_zero_info(f"{title} again, for {what}, {plan.recompute_share:.0%} of the forward is recomputed.")
 
-    @contextmanager
-    def _compiled_step(self, compiled: CompiledBudget, batch: object, *_: object, **__: object) -> Iterator[None]:
-        was_done = compiled.is_done
-        try:
-            with compiled.step(batch):
-                yield
-        except CompiledBudgetError as error:
-            raise MisconfigurationException(f"ActivationCheckpointing: {error}") from None
-        if compiled.is_done and not was_done:
-            _report_share(f"ActivationCheckpointing(budget={self.budget})", compiled.budget_bytes, compiled.search)
-
     @override
     def _undo(self) -> None:
-        for undone in (self._context, self._compiled, self._handle, self._offload):
+        for undone in (self._context, self._handle, self._offload):
             if undone is not None:
                 undone.remove()
-        self._context = self._handle = self._budgeted = self._compiled = self._batch = self._plan = self._offload = None
+        self._context = self._handle = self._budgeted = self._batch = self._plan = self._offload = None
         self._planned_sizes = []
 
     def _check_budget(self) -> int | None:
         if self.budget is None:
             return None
         budget_bytes = parse_limit(self.budget, "ActivationCheckpointing(budget)")
-        others = {
-            "every_n_layers": (self.every_n_layers, 1),
-            "save": (self.save, "inputs"),
-            "segments": (self.segments, None),
-            "skip_last": (self.skip_last, False),
-        }
-        given = [f"{name}={value!r}" for name, (value, default) in others.items() if value != default]
+        defaults = {"every_n_layers": 1, "save": "inputs", "segments": None, "skip_last": False}
+        values = {name: getattr(self, name) for name in defaults}
+        given = [f"{name}={value!r}" for name, value in values.items() if value != defaults[name]]
         if given:
             raise ValueError(
                 f"ActivationCheckpointing(budget={self.budget!r}) chooses what to recompute and excludes "

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_vram.argument_checks import check_bool, check_choice
 from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
 from lightning_vram.memory.units import parse_bytes
-from lightning_vram.techniques.in_place_fusion import FrozenNormFolding, Fusion, FusionError, FusionPolicy
+from lightning_vram.techniques.in_place_fusion import Fusion, FusionError, FusionPolicy
 
 
 class InPlaceFusion(FitTechnique):
@@ -33,8 +33,8 @@ class InPlaceFusion(FitTechnique):
             (InPlace-ABN, Rota Bulò et al. 2018, https://arxiv.org/abs/1712.02616). Lossless: gradients differ by the
             rounding of the inverse; norms for which that is too large are skipped, and ``SyncBatchNorm``. No double
             backward. ``None``: off.
-        fold_frozen_bn: Fold batch norms in evaluation mode into the convolution before them (not a transposed one), in
-            fine-tuning and in ``validate``, ``test`` and ``predict`` (https://arxiv.org/abs/2305.11624). Lossless.
+        fold_frozen_bn: Fold batch norms in evaluation mode into the convolution before them (not a transposed one),
+            for fine-tuning (https://arxiv.org/abs/2305.11624). Lossless.
         min_bytes: Smaller tensors stay saved: an ``int``, or text such as ``"4KiB"``.
         dropout: ``"mask"`` saves masks as bits; ``"replay"`` saves the generator state and draws the mask again.
 
@@ -68,31 +68,23 @@ class InPlaceFusion(FitTechnique):
         self.fold_frozen_bn = fold_frozen_bn
         self.min_bytes = parse_bytes(min_bytes, "InPlaceFusion(min_bytes)")
         self.dropout = dropout
-        self._contexts: list[AroundStep] = []
-        self._fusion: Fusion | FrozenNormFolding | None = None
+        self._context: AroundStep | None = None
+        self._fusion: Fusion | None = None
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
         refuse_moved_parameters("InPlaceFusion", trainer, "activations are recomputed from")
 
-    @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit" and self.fold_frozen_bn:
-            name = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[stage]
-            self._fusion = folding = FrozenNormFolding(pl_module, _log)
-            around = AroundStep(trainer.strategy, name, Depth.RECOMPUTATION, lambda *_, **__: folding.step())
-            self._contexts.append(around)
-
     def __getstate__(self) -> dict[str, object]:
-        return {**vars(self), "_contexts": [], "_fusion": None}  # a copy is not part of any run
+        return {**vars(self), "_context": None, "_fusion": None}  # a copy is not part of any run
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
         policy = FusionPolicy(self.mode, self.inplace, self.abn, self.fold_frozen_bn, self.min_bytes, self.dropout)
         self._fusion = fusion = Fusion(trainer.lightning_module, policy, _log)
-        around = AroundStep(trainer.strategy, "training_step", Depth.RECOMPUTATION, lambda *_, **__: self._step(fusion))
-        self._contexts.append(around)
+        self._context = AroundStep(
+            trainer.strategy, "training_step", Depth.RECOMPUTATION, lambda *_, **__: self._step(fusion)
+        )
 
     @contextmanager
     def _step(self, fusion: Fusion) -> Iterator[None]:
@@ -110,11 +102,10 @@ class InPlaceFusion(FitTechnique):
 
     @override
     def _undo(self) -> None:
-        while self._contexts:
-            self._contexts.pop().remove()
-        if self._fusion is not None:
-            self._fusion.remove()
-        self._fusion = None
+        for undone in (self._context, self._fusion):
+            if undone is not None:
+                undone.remove()
+        self._context = self._fusion = None
 
 
 def _log(sentence: str) -> None:

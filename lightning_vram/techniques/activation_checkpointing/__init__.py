@@ -7,21 +7,13 @@ from lightning_vram.techniques.activation_checkpointing.apply import (
     share_largest,
 )
 from lightning_vram.techniques.activation_checkpointing.budget_plan import CheckpointPlan
-from lightning_vram.techniques.activation_checkpointing.compiled_budget import (
-    CompiledBudget,
-    CompiledBudgetError,
-    ShareSearch,
-)
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy, parse_save
 
 __all__ = [
     "BudgetedCheckpointing",
     "CheckpointPlan",
     "CheckpointingHandle",
-    "CompiledBudget",
-    "CompiledBudgetError",
     "SavePolicy",
-    "ShareSearch",
     "apply_activation_checkpointing",
     "parse_save",
     "share_largest",

@@ -44,7 +44,6 @@ from lightning_vram.private_names.torch import current_graph_task_id, may_stop_e
 from lightning_vram.techniques.activation_checkpointing.save_policy import (
     Recording,
     Replaying,
-    SavedOutputs,
     SavePolicy,
 )
 
@@ -286,8 +285,6 @@ def _describe(output: Any) -> tuple[str, ...]:
     return tuple(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in leaves)
 
 
-Counts = Counter[tuple[SavePolicy | None, bool]]
-"""How often a layer was called, by what is kept, and whether it was in a backward."""
 DeterminismCheck = Literal["outputs", "operators", "none"]
 
 
@@ -314,64 +311,88 @@ class Recomputing:
     watch: CallWatch | None = None
 
 
-class LayerRuns:
+@dataclass
+class Observation:
+    """What is known about a layer from its earlier calls."""
+
+    learned: ForwardFacts = field(default_factory=ForwardFacts)  # what it writes and draws
+    # whether it writes its input tensors in place; ``None`` before the first call
+    overwrites_inputs: bool | None = None
+    num_kept: int | None = None  # results of operators it kept in its last call, besides its inputs
+    # how often it was called, by what is kept, and whether it was in a backward
+    counts: Counter[tuple[SavePolicy | None, bool]] = field(default_factory=Counter)
+
+
+class _Call:
     """The two runs of one call; an error says where the second differs from the first."""
 
-    def __init__(self, modules: Sequence[nn.Module], recomputing: Recomputing, counts: Counts) -> None:
-        check = recomputing.determinism_check
-        kind = recomputing.save, is_in_backward()  # where a checkpoint around it recomputes: counted apart
-        counts[kind] += 1
-        self._name = recomputing.name
-        self._watch = recomputing.watch
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        forward: Callable[..., Any],
+        arguments: Arguments,
+        observation: Observation,
+        recomputing: Recomputing,
+    ) -> None:
+        self._modules, self._forward = modules, forward
+        self._observation, self._recomputing = observation, recomputing
+        self._kept = SavedArguments(arguments, observation.overwrites_inputs)
+        self._state = ForwardState(modules, observation.learned, self._kept.devices())
+        check, save = recomputing.determinism_check, recomputing.save
+        kind = save, is_in_backward()  # where a checkpoint around it recomputes: counted apart
+        observation.counts[kind] += 1
         buffers = (buffer for module in modules for buffer in module.buffers())
-        self._samples = SavedSamples(buffers) if check == "outputs" and is_due(counts[kind]) else None
+        is_sampled = check == "outputs" and is_due(observation.counts[kind])
+        self._samples = SavedSamples(buffers) if is_sampled else None
         self._trace = OperatorTrace(buffers) if check == "operators" else None
         self._places: list[ref[Placeholder]] = []
-        self._outputs = SavedOutputs(recomputing.save, self._places) if recomputing.save is not None else None
-        self._compares_kinds = check != "none"
+        self._recording = Recording(save, self._places) if save is not None else None
 
-    def saves(self, run_again: Callable[[RecomputationHooks], None]) -> RecomputedSaves:
-        """Return what is saved in the call, which ``run_again`` runs a second time."""
-        return RecomputedSaves(
-            run_again,
+    def first(self, arguments: Arguments) -> Any:
+        """Call the forward, and keep what the second run needs."""
+        saves = RecomputedSaves(
+            self._again,
             self._places,
             self._error,
-            compares_kinds=self._compares_kinds,
+            compares_kinds=self._recomputing.determinism_check != "none",
             stops_early=self._trace is None and may_stop_early(),
             samples=self._samples,
         )
-
-    def first(self, saves: RecomputedSaves) -> AbstractContextManager[None]:
-        """Return the context for the first call of the forward."""
-        watching = self._watch.inside() if self._watch is not None else None
-        recording = Recording(self._outputs) if self._outputs is not None else None
-        return _inside(saves, watching, recording, self._trace)
-
-    @contextmanager
-    def second(self, run: RecomputationHooks) -> Iterator[None]:
-        """Run the forward again inside; raises ``RecomputationError`` if it differs."""
-        if self._watch is not None:
-            self._watch.on_recomputation()
-        replaying = Replaying(self._outputs) if self._outputs is not None else None
-        comparing = self._trace.comparing() if self._trace is not None else None
-        try:
-            with _inside(run, replaying, comparing):
-                yield
-        except RecomputationError as error:
-            raise self._error(f"{error}.", is_named=True) from None
-
-    def settle(self) -> int:
-        """Call after the first run, outside of the checkpoint; returns how many results are kept."""
+        watch = self._recomputing.watch
+        args, kwargs = arguments
+        del arguments
+        with _inside(saves, watch.inside() if watch is not None else None, self._recording, self._trace):
+            output = self._forward(*args, **kwargs)
+        saves.is_complete = True
+        self._state.settle()
+        self._kept.settle(self._observation, self._recomputing.name)
         if self._samples is not None:
             self._samples.settle()
-        return self._outputs.settle() if self._outputs is not None else 0
+        self._observation.num_kept = self._recording.settle() if self._recording is not None else 0
+        return output
+
+    def _again(self, run: RecomputationHooks) -> None:
+        self._state.run(partial(self._second, run))
+
+    def _second(self, run: RecomputationHooks) -> None:
+        args, kwargs = self._kept.give(is_overwritten=self._observation.overwrites_inputs)
+        replaying = Replaying(self._recording) if self._recording is not None else None
+        comparing = self._trace.comparing() if self._trace is not None else None
+        with module_scope(self._modules[0]):
+            if self._recomputing.watch is not None:
+                self._recomputing.watch.on_recomputation()
+            try:
+                with _inside(run, replaying, comparing):
+                    self._forward(*args, **kwargs)
+            except RecomputationError as error:
+                raise self._error(f"{error}.", is_named=True) from None
 
     def _error(self, reason: str, *, is_named: bool = False) -> RecomputationError:
         tip = "" if is_named else "determinism_check='operators' names the operator that differs. "
         way_out = (
             "Leave the layer out of checkpointing, or pass determinism_check='none' if the difference is intended."
         )
-        return divergence_error(self._name, reason, tip + way_out)
+        return divergence_error(self._recomputing.name, reason, tip + way_out)
 
 
 @contextmanager
@@ -381,17 +402,6 @@ def _inside(hooks: OwnHooks, *others: AbstractContextManager[Any] | None) -> Ite
         for other in filter(None, others):
             stack.enter_context(other)
         yield
-
-
-@dataclass
-class Observation:
-    """What is known about a layer from its earlier calls."""
-
-    learned: ForwardFacts = field(default_factory=ForwardFacts)  # what it writes and draws
-    # whether it writes its input tensors in place; ``None`` before the first call
-    overwrites_inputs: bool | None = None
-    num_kept: int | None = None  # results of operators it kept in its last call, besides its inputs
-    counts: Counts = field(default_factory=Counts)
 
 
 @hide_from_dynamo  # as PyTorch's checkpoint is, in what surrounds compiled code
@@ -410,28 +420,7 @@ def call_recomputed(
     watch = recomputing.watch
     watching = watch.call(flatten_arguments(arguments)[0]) if watch is not None else nullcontext()
     with watching, exact_only:
-        kept = SavedArguments(arguments, observation.overwrites_inputs)
-        state = ForwardState(modules, observation.learned, kept.devices())
-        runs = LayerRuns(modules, recomputing, observation.counts)
-
-        def run_again(run: RecomputationHooks) -> None:
-            def work() -> None:
-                args, kwargs = kept.give(is_overwritten=observation.overwrites_inputs)
-                with module_scope(modules[0]), runs.second(run):
-                    forward(*args, **kwargs)
-
-            state.run(work)
-
-        saves = runs.saves(run_again)
-        args, kwargs = arguments
-        del arguments
-        with runs.first(saves):
-            output = forward(*args, **kwargs)
-        saves.is_complete = True
-        state.settle()
-        kept.settle(observation, recomputing.name)
-        observation.num_kept = runs.settle()
-    return output
+        return _Call(modules, forward, arguments, observation, recomputing).first(arguments)
 
 
 def drop_empty_caches(layer: nn.Module, arguments: Arguments) -> Arguments:

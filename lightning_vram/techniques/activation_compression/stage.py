@@ -17,7 +17,7 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,27 +29,193 @@ from typing_extensions import override
 
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, is_exact_only
 from lightning_vram.core.layers import RunningLayers
-from lightning_vram.core.tensors.codecs import LossyFormat, encoded_itemsize
+from lightning_vram.core.tensors.codecs import (
+    LOSSY_FORMATS,
+    LossyFormat,
+    decode,
+    encode,
+    encoded_itemsize,
+    pack_bits,
+    unpack_bits,
+)
 from lightning_vram.core.tensors.properties import alias, flat_as_stored, is_dense
 from lightning_vram.memory.device.accelerators import stream_id
-from lightning_vram.memory.storages import ByStorage, storage_address, version_of
+from lightning_vram.memory.storages import NO_VERSION, ByStorage, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
-from lightning_vram.private_names.dispatcher import hide_from_dynamo
+from lightning_vram.private_names.dispatcher import FakeTensor, hide_from_dynamo
 from lightning_vram.private_names.torch import base_of, has_own_result, innermost_hooks, is_view, without_autocast
-from lightning_vram.techniques.activation_compression.encoded_storage import (
-    Encode,
-    Encoded,
-    EncodedStorage,
-    elements_of,
-    encode_lossy,
-    pack_mask,
-    pack_two_values,
-    shrink_indices,
-)
 from lightning_vram.techniques.activation_compression.value_notes import ValueNotes
 
 _MAX_SHARE = 16  # a view of less than that part of its memory is left alone: it is a part of something else's buffer
 _SAVING = ("lightning_vram.", "torch.autograd.function")  # modules between autograd and who has it save something
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
+_SMALL_INTEGERS = (torch.uint8, torch.int16, torch.int32)
+
+Encoding = tuple[Sequence[Tensor], Callable[[list[Tensor]], Tensor]]
+"""What was made of the elements of a storage, and what makes of that the elements, [n], in memory of their own."""
+
+Encode = Callable[[Tensor], Encoding | None]
+
+
+def can_be_read(tensor: Tensor) -> bool:
+    """Whether a look at the values costs no wait for a device. NumPy writes to no other memory."""
+    return tensor.device.type == "cpu"
+
+
+def pack_mask(numbers: Tensor) -> Encoding:
+    """Keep a mask, bool [n], as bits; of other ``numbers``, where ReLU's backward lets gradients pass, NaN included."""
+    dtype, size = numbers.dtype, numbers.numel()
+    mask = numbers if dtype is torch.bool else (numbers <= 0).logical_not_()
+    return [pack_bits(mask)], lambda pieces: _unpack(pieces[0], size, dtype)
+
+
+def pack_two_values(numbers: Tensor) -> Encoding | None:
+    """Keep ``numbers``, [n] of any dtype, as bits, if they have two values; ``None`` if they have more."""
+    dtype, size = numbers.dtype, numbers.numel()
+    as_integers = numbers.view(_INTEGERS[dtype.itemsize])  # -0.0 and NaN are values like others
+    low, high = as_integers.aminmax()
+    is_high = as_integers == high
+    if can_be_read(numbers):
+        are_two = (is_high | (as_integers == low)).all()  # of fakes, too: the step takes the same memory
+        if not isinstance(are_two, FakeTensor) and not are_two:
+            return None
+
+    def decode(pieces: list[Tensor]) -> Tensor:
+        bits, low, high = pieces
+        return torch.where(_unpack(bits, size, torch.bool), high, low).view(dtype)
+
+    return [pack_bits(is_high), low, high], decode
+
+
+def shrink_indices(indices: Tensor, largest: int) -> Encoding | None:
+    """Keep ``indices``, [n], in the smallest integers that hold ``largest``; ``None`` if that is no smaller."""
+    dtype = indices.dtype
+    if can_be_read(indices):
+        low, high = indices.aminmax()
+        if not (isinstance(low, FakeTensor) or (int(low) >= 0 and int(high) <= largest)):
+            return None  # somebody wrote there past PyTorch
+    narrow = next((narrow for narrow in _SMALL_INTEGERS if largest <= torch.iinfo(narrow).max), dtype)
+    if narrow.itemsize >= dtype.itemsize:
+        return None
+    return [indices.to(narrow)], lambda pieces: pieces[0].to(dtype)
+
+
+def encode_lossy(numbers: Tensor, to: LossyFormat, block_size: int) -> Encoding:
+    """Keep ``numbers``, [n], in low precision."""
+    dtype, size = numbers.dtype, numbers.numel()
+    return encode(numbers, to, block_size), lambda pieces: decode(pieces, to, dtype, size)
+
+
+def _unpack(bits: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    return unpack_bits(bits, torch.empty(size, dtype=dtype, device=bits.device))
+
+
+def elements_of(tensor: Tensor) -> Tensor:
+    """Return all elements of the memory of ``tensor``, [n]: a view."""
+    size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+    return tensor.as_strided((size,), (1,), 0)
+
+
+class EncodedStorage:
+    """The encoding of the memory of a tensor, which was in this ``state``: once, however many views of it are saved.
+
+    Autograd keeps the whole memory of a tensor, also for a view of a part. So the memory is encoded: query, key and
+    value, three views of one result, share one encoding, and any strides can be restored.
+    """
+
+    __slots__ = ("__weakref__", "_decode", "_encode", "_last", "dtype", "exact", "kind", "pieces", "state")
+
+    def __init__(self, tensor: Tensor, kind: str, state: Any, encode: Encode) -> None:
+        self.dtype, self.kind, self.state = tensor.dtype, kind, state
+        self._encode = encode
+        self.pieces: Sequence[Tensor | StoredTensor] = []
+        self._decode: Callable[[list[Tensor]], Tensor]
+        self._last: tuple[weakref.ref[Tensor], int, int] | None = None  # a view of what was decoded, version and stream
+        self.exact: Callable[[], Tensor | None] | None = None
+        """Returns the elements as they were, if they are wanted now."""
+
+    def make(self, tensor: Tensor, hand_on: Callable[[Tensor], StoredTensor | None]) -> bool:
+        """Encode what ``tensor`` holds now, unless that saves nothing."""
+        encoding = self._encode(elements_of(tensor))
+        if encoding is None or sum(piece.nbytes for piece in encoding[0]) >= tensor.untyped_storage().nbytes():
+            return False
+        self.pieces, self._decode = [hand_on(piece) or piece for piece in encoding[0]], encoding[1]
+        return True
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it keeps on the device."""
+        return sum(piece.num_bytes if isinstance(piece, StoredTensor) else piece.nbytes for piece in self.pieces)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether somebody else keeps what it encoded."""
+        return not self.pieces
+
+    def give_up(self, source: Callable[[], Tensor]) -> int:
+        """Leave it to ``source`` to return a tensor on all elements; return the bytes that are not kept any more."""
+        num_bytes = self.num_bytes
+        self.pieces, self._decode = [], lambda _: source()
+        self._last = self.exact = None
+        return num_bytes
+
+    def still_holds(self, tensor: Tensor) -> bool:
+        """Whether it encodes what ``tensor`` holds now. On the host it is encoded again: NumPy may have written."""
+        if tensor.dtype is not self.dtype or not can_be_read(tensor):
+            return tensor.dtype is self.dtype
+        again = self._encode(elements_of(tensor))
+        return again is not None and all(map(_are_same, self._read(), again[0]))
+
+    def give(self, shape: torch.Size, strides: tuple[int, ...], offset: int) -> Tensor:
+        """Return a view of the elements."""
+        elements, start = None, 0
+        if self.exact is not None and (elements := self.exact()) is not None:
+            return elements.as_strided(shape, strides, offset)
+        if self._last is not None:  # somebody who uses the same memory may have it decoded
+            reference, version, stream = self._last
+            elements = reference()
+            if elements is not None and (version_of(elements) != version or stream_id(elements.device) != stream):
+                elements = None  # and have written to it, or in another queue
+        if elements is None:
+            elements = self._decode(self._read())
+            start = int(elements.storage_offset())
+        view = elements.as_strided(shape, strides, start + offset)
+        version = version_of(view)  # none in inference mode: a write to it would go unseen
+        if self.pieces and version != NO_VERSION:
+            self._last = weakref.ref(view), version, stream_id(view.device)
+        return view
+
+    def _read(self) -> list[Tensor]:
+        return [piece.give() if isinstance(piece, StoredTensor) else piece for piece in self.pieces]
+
+
+def _are_same(kept: Tensor, made: Tensor) -> bool:
+    kept_bytes, made_bytes = (piece.reshape(-1).view(torch.uint8) for piece in (kept, made))  # NaN is equal to itself
+    return isinstance(kept, FakeTensor) or torch.equal(kept_bytes, made_bytes)
+
+
+class Encoded(StoredTensor):
+    """A saved tensor: where it lies in an encoded memory; or, as long as it is not encoded, itself."""
+
+    __slots__ = ("_place", "source")
+
+    def __init__(self, tensor: Tensor, source: EncodedStorage | Tensor) -> None:
+        self.source = source
+        self._place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+
+    @property
+    def num_bytes(self) -> int:  # noqa: D102
+        return self.source.nbytes if isinstance(self.source, Tensor) else self.source.num_bytes
+
+    @property
+    def is_exact(self) -> bool:  # noqa: D102
+        source = self.source
+        return isinstance(source, Tensor) or source.is_given_up or source.kind not in LOSSY_FORMATS
+
+    def give(self) -> Tensor:  # noqa: D102
+        return self.source if isinstance(self.source, Tensor) else self.source.give(*self._place)
 
 
 @dataclass
@@ -214,20 +380,18 @@ class CompressionStage(SavedTensorStage):
         return None, ""
 
     def _encode(self, tensor: Tensor, memory: _Memory, encode: Encode, kind: str) -> EncodedStorage | None:
+        made = EncodedStorage(tensor, kind, memory.state(tensor), encode)
         try:
-            encoding = encode(elements_of(tensor))
+            if not made.make(tensor, self.hand_on):
+                return None
         except torch.OutOfMemoryError:  # the tensor as it is needs no more
             return None
-        if encoding is None or encoding.num_bytes >= tensor.untyped_storage().nbytes():
-            return None
-        encoding = encoding._replace(pieces=[self.hand_on(piece) or piece for piece in encoding.read()])
-        made = EncodedStorage(tensor, kind, memory.state(tensor), encode, encoding)
         memory.made = [weakref.ref(made), *map(weakref.ref, memory.encodings())]
         if kind == self._lossy and self.keeps_exact:
             elements = elements_of(alias(tensor))
             made.exact = lambda: elements if self.gives_exact else None
         self.report.kinds[kind] += 1
-        self.report.kept_bytes += made.encoding.num_bytes
+        self.report.kept_bytes += made.num_bytes
         return made
 
     # Of ReLU's own result its backward needs the signs only, but a convolution behind it saves the same tensor for its

@@ -12,7 +12,7 @@ from lightning_vram.core.host.disk import DiskRing
 from lightning_vram.core.host.memory import HostArena, OffloadError, hidden_from_modes
 from lightning_vram.core.host.transfers import Copies, D2HCopy, H2DCopy, make_copies
 from lightning_vram.core.tensors.properties import alias
-from lightning_vram.private_names.dispatcher import FakeTensor, neg_view
+from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.torch import current_graph_task_id, num_writes
 
 
@@ -143,10 +143,6 @@ def find_span(tensor: Tensor) -> tuple[int, int]:
 def to_bytes(tensor: Tensor, start: int, length: int) -> Tensor:
     """Return the bytes of ``length`` elements of the memory of an alias from ``start`` on, as they lie there."""
     with hidden_from_modes(tensor):
-        if tensor.is_neg():
-            tensor = neg_view(tensor)
-        if tensor.is_conj():
-            tensor = tensor.conj()
         return tensor.as_strided((length,), (1,), start).view(torch.uint8)
 
 

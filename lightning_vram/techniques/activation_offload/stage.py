@@ -28,7 +28,7 @@ from lightning_vram.core.tensors.properties import alias
 from lightning_vram.memory.device.accelerators import is_capturing
 from lightning_vram.memory.storages import ByStorage, iterate_storages, iterate_tensors, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
-from lightning_vram.private_names.dispatcher import FakeTensor, neg_view
+from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.torch import current_graph_task_id, num_nodes
 from lightning_vram.techniques.activation_offload.items import (
     ForwardHistory,
@@ -60,13 +60,12 @@ _PACKED_DTYPES = (torch.float32, torch.float64)
 class OffloadHandle(StoredTensor):
     """A tensor that was offloaded: how it lies in the bytes of its item, which it may share with others."""
 
-    __slots__ = ("_dtype", "_geometry", "_is_conj", "_is_neg", "_stage", "item")
+    __slots__ = ("_dtype", "_geometry", "_stage", "item")
 
     def __init__(self, stage: "ActivationOffloading", item: OffloadedItem, tensor: Tensor, offset: int) -> None:
         self.item = item
         item.note_handle(id(self))
-        self._stage = stage
-        self._dtype, self._is_conj, self._is_neg = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        self._stage, self._dtype = stage, tensor.dtype
         self._geometry = tensor.shape, tensor.stride(), offset  # in elements, from the first byte of the item
 
     def __del__(self) -> None:
@@ -88,10 +87,7 @@ class OffloadHandle(StoredTensor):
         with hidden_from_modes(flat):
             remainder = flat.numel() % self._dtype.itemsize
             typed = (flat.narrow(0, 0, flat.numel() - remainder) if remainder else flat).view(self._dtype)
-            view = typed.as_strided(shape, strides, typed.storage_offset() + offset)
-            if self._is_conj:
-                view = view.conj()
-            return neg_view(view) if self._is_neg else view
+            return typed.as_strided(shape, strides, typed.storage_offset() + offset)
 
 
 class ActivationOffloading(SavedTensorStage):
@@ -103,9 +99,9 @@ class ActivationOffloading(SavedTensorStage):
     too. Of writes that PyTorch does not count (by way of ``.data``, by NumPy) what stays shows each, as in the plain
     run, and what travels shows those before it was saved; on a GPU, if it was not saved before in the same memory. What
     has no gradient is sent when the next operator saves something: its own may not have written it yet.
-    Never travel: parameters, buffers, small tensors, tensors of another device than that of the module (indices on
-    the host), and what :meth:`keep_in_place` names. On the CPU, or with fake tensors, the same is done with plain
-    copies.
+    Never travel: parameters, buffers, small tensors, conjugate views, tensors of another device than that of the module
+    (indices on the host), and what :meth:`keep_in_place` names. On the CPU, or with fake tensors, the same is done with
+    plain copies.
 
     The arguments are those of :class:`~lightning_vram.callbacks.activation_offload.callback.ActivationOffload`, sizes
     in bytes. Each forward whose backward is still to come has a window of its own; what stays is known from the second
@@ -229,7 +225,8 @@ class ActivationOffloading(SavedTensorStage):
             return False
         if self._in_place.find(tensor) or current_graph_task_id() != -1:
             return False  # what a backward saves is needed again at once, or by the next backward
-        return tensor.numel() > 0 and self._is_on_device(tensor) and not tensor.is_quantized
+        is_plain = not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        return is_plain and tensor.numel() > 0 and self._is_on_device(tensor)
 
     def _is_on_device(self, tensor: Tensor) -> bool:
         kind = tensor.device.type

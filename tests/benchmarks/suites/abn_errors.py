@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_vram.techniques.in_place_fusion.norm_pairs import measure_inversion_error, normalize_and_activate
+from lightning_vram.techniques.in_place_fusion.policy import measure_inversion_error, normalize_and_activate
 from tests.benchmarks.compare import Options
 from tests.benchmarks.measure import Row
 

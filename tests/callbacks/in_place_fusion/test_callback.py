@@ -61,9 +61,6 @@ class LitStack(pl.LightningModule):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("loss", self.net(batch).square().mean())
 
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch)
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.05)
 
@@ -71,7 +68,7 @@ class LitStack(pl.LightningModule):
         generator = torch.Generator().manual_seed(1)
         return DataLoader(torch.randn(12, 3, 8, 8, generator=generator), batch_size=4)
 
-    val_dataloader = predict_dataloader = train_dataloader
+    val_dataloader = train_dataloader
 
 
 def fit(model: pl.LightningModule, make_trainer, *callbacks: pl.Callback, **arguments: Any) -> pl.LightningModule:
@@ -155,18 +152,6 @@ def test_frozen_norms_are_folded_in_fine_tuning(make_trainer, messages):
     assert describe_module(model) == before
     for a, b in zip(plain.state_dict().values(), model.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("entry", ["validate", "predict"])
-def test_frozen_norms_are_folded_in_evaluation(make_trainer, messages, entry):
-    model = LitStack()
-    expected = getattr(make_trainer(), entry)(model, **({"verbose": False} if entry == "validate" else {}))
-    before = describe_module(model)
-    trainer = make_trainer(callbacks=[InPlaceFusion(fold_frozen_bn=True)])
-    got = getattr(trainer, entry)(model, **({"verbose": False} if entry == "validate" else {}))
-    torch.testing.assert_close(got, expected)
-    assert messages() == ["InPlaceFusion folds 3 frozen batch norms into their convolutions."]
-    assert describe_module(model) == before
 
 
 def test_folding_norms_in_training_mode_is_refused(make_trainer):

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor
 from lightning_vram.core.layers import select_layers
 from lightning_vram.demos import ByteGPT, DigitsResNet
-from lightning_vram.techniques.activation_compression import encoded_storage
 from lightning_vram.techniques.activation_compression import stage as compression_stage
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
@@ -705,7 +704,7 @@ def test_a_second_save_after_a_quiet_write_is_what_it_is_then(
     kind: str, write: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "device" in write:  # where a look at the values is too dear
-        monkeypatch.setattr(encoded_storage, "can_be_read", lambda tensor: False)
+        monkeypatch.setattr(compression_stage, "can_be_read", lambda tensor: False)
     x = matrix()
     results = []
     for context in (nullcontext(), CompressionStage(min_bytes=0, lossy="int8" if kind == "lossy" else None)):

@@ -29,8 +29,8 @@ from lightning_vram.techniques.activation_checkpointing.apply import apply_activ
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
-from lightning_vram.techniques.in_place_fusion.norm_pairs import fold_frozen_batch_norm
 from lightning_vram.techniques.in_place_fusion.observed_links import Link
+from lightning_vram.techniques.in_place_fusion.policy import fold_frozen_batch_norm
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 from lightning_vram.techniques.mixed_precision.weight_casts import SharedCasts, WeightCasts
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_vram.techniques.in_place_fusion.norm_pairs import (
+from lightning_vram.techniques.in_place_fusion.policy import (
     activate_,
     invert,
     measure_inversion_error,

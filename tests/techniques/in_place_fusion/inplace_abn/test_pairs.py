@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
-from lightning_vram.techniques.in_place_fusion.norm_pairs import (
+from lightning_vram.techniques.in_place_fusion.observed_links import Link
+from lightning_vram.techniques.in_place_fusion.policy import (
     CHECK_EVERY_N_FORWARDS,
     Pairs,
     apply_inplace_abn,
     can_invert,
 )
-from lightning_vram.techniques.in_place_fusion.observed_links import Link
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
 C = 8
