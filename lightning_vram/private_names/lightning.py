@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.cloud_io import _atomic_save, _is_local_file_protocol, _load
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
@@ -283,15 +282,6 @@ def averaging_callbacks(trainer: pl.Trainer | None) -> list[WeightAveraging]:
     """Return the ``WeightAveraging`` callbacks that have an average."""
     callbacks: list[Callback] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
     return [one for one in callbacks if isinstance(one, WeightAveraging) and average_of(one) is not None]
-
-
-is_local: Callable[[str], bool] = _is_local_file_protocol  # whether a path is a local one, not a URL
-save_whole: Callable[[dict[str, Any], str], None] = _atomic_save  # write a checkpoint completely, or not at all
-
-
-def load_on_host(location: str, *, weights_only: bool | None) -> Any:
-    """Read a checkpoint from a path or URL, with its tensors on the host."""
-    return _load(location, "cpu", weights_only)
 
 
 def read_argument(cli: "LightningCLI", name: str) -> Any:

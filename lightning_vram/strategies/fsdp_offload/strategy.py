@@ -129,7 +129,7 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         accelerator: Set by the Trainer, as are the arguments below.
         parallel_devices: See ``accelerator``.
         cluster_environment: See ``accelerator``.
-        checkpoint_io: Not used: this strategy writes its checkpoints itself.
+        checkpoint_io: Used for remote checkpoints only.
         precision_plugin: See ``accelerator``.
 
     Raises:

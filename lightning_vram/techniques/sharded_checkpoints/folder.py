@@ -53,6 +53,12 @@ _AT_FDCWD = -100  # of Linux's fcntl.h: paths are relative to the working direct
 _RENAME_EXCHANGE = 2
 
 
+def local_path(location: str) -> Path | None:
+    """Convert an address without a protocol, or with ``file://``, to a path; ``None`` for a remote one."""
+    path = location.removeprefix("file://")
+    return None if "://" in path or "::" in path else Path(path)
+
+
 def temporary_path(path: Path) -> Path:
     """Name the hidden path next to a checkpoint for its next content: the same on every rank."""
     return _hidden(path, "new")
@@ -233,21 +239,33 @@ class CheckedWriter(FileSystemWriter):
             return super().write_data(plan, planner)
 
 
+@contextmanager
+def _replacing(path: Path, *, is_main: bool) -> Generator[Path, None, None]:
+    """Give a hidden path to write to; the main rank publishes it, or deletes it on an error."""
+    temporary = temporary_path(path)
+    try:
+        yield temporary
+        if is_main:
+            publish(temporary, path)
+    except BaseException:
+        if is_main:
+            with contextlib.suppress(OSError):
+                delete(temporary)
+        raise
+
+
 def write_file(values: Any, path: Path, on_write: Callable[[int], None] = lambda num_bytes: None) -> None:
     """Replace a file by one of ``torch.save``; ``on_write`` gets the number of bytes so far.
 
     On error, such as ``OSError`` of a full disk, the file is unchanged.
     """
-    temporary = temporary_path(path)
-    try:
-        with naming_disk_errors(), _WatchedFile(temporary.open("wb", 0)) as file:
-            file.on_write = lambda _: on_write(file.tell())
-            torch.save(values, file)
-        publish(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            delete(temporary)
-        raise
+    with (
+        _replacing(path, is_main=True) as temporary,
+        naming_disk_errors(),
+        _WatchedFile(temporary.open("wb", 0)) as file,
+    ):
+        file.on_write = lambda _: on_write(file.tell())
+        torch.save(values, file)
 
 
 @contextmanager
@@ -264,7 +282,6 @@ def naming_disk_errors() -> Generator[None, None, None]:
         raise cause from None
 
 
-_CLASS = re.compile(r"GLOBAL ([\w.]+)")  # in the message of torch.load(weights_only=True)
 _MAX_REASON = 200
 # clear by themselves: a missing class, the disk; Ctrl-C is no damage
 _CLEAR = (AttributeError, CheckpointError, ImportError, KeyboardInterrupt, MemoryError, OSError)
@@ -290,15 +307,9 @@ def explained(read: Callable[[], Any], name: str) -> Any:
     except (Exception, CheckpointException) as error:
         # torch.distributed.checkpoint collects errors of all ranks
         first = error.failures[min(error.failures)][0] if isinstance(error, CheckpointException) else error
-        if isinstance(first, _CLEAR):
+        is_refused = isinstance(first, pickle.UnpicklingError) and "GLOBAL" in str(first)  # by weights_only=True
+        if is_refused or isinstance(first, _CLEAR):
             raise first from error
-        found = _CLASS.search(str(first)) if isinstance(first, pickle.UnpicklingError) else None
-        if found:
-            raise pickle.UnpicklingError(
-                f"{name} contains {found[1]}, and weights_only=True, the default, loads only tensors and basic types. "
-                "If you trust its source: trainer.fit(..., weights_only=False), or allow the class with "
-                "torch.serialization.add_safe_globals."
-            ) from error
         reason = str(first).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0][:_MAX_REASON]
         raise CheckpointError(f"{name} is damaged or not a checkpoint ({type(first).__name__}: {reason})") from error
 
@@ -423,9 +434,9 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, process_group: dist.
     rest = dict(checkpoint)
     states = {key: rest.pop(key) for key in MODULE_STATES if key in rest}
     states |= {f"optimizer_{index}": state for index, state in enumerate(rest.pop("optimizer_states", ()))}
-    temporary = temporary_path(path)
-    writer = CheckedWriter(temporary)
-    try:
+    is_main = current_rank() == 0
+    with _replacing(path, is_main=is_main) as temporary:
+        writer = CheckedWriter(temporary)
         save(
             map_leaves(states, lambda leaf: leaf),  # new dicts: torch may flatten them
             storage_writer=writer,
@@ -433,18 +444,12 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, process_group: dist.
             process_group=process_group,
         )
         of_ranks = gather_objects(writer.files.checksums, process_group)
-        if current_rank() == 0:
+        if is_main:
             with naming_disk_errors(), writer.files.create_stream(temporary / REST_FILE, "wb") as file:
                 torch.save(rest, file)
             of_ranks.append(writer.files.checksums)  # with that of the rest
             checksums = {name: checksum for each in of_ranks for name, checksum in each.items()}
             (temporary / CHECKSUM_FILE).write_text(json.dumps(dict(sorted(checksums.items()))))
-            publish(temporary, path)
-    except BaseException:
-        if current_rank() == 0:
-            with contextlib.suppress(OSError):
-                delete(temporary)
-        raise
 
 
 def prepare_path(path: Path) -> None:

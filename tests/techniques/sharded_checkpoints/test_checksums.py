@@ -12,7 +12,7 @@ from support.checkpoint_nets import load, make_net, run_ranks
 from torch import nn
 
 from lightning_vram.core.ranks import CheckpointError
-from lightning_vram.strategies.fsdp_offload.checkpoints import CheckpointStore
+from lightning_vram.techniques.sharded_checkpoints import CheckpointStore
 from lightning_vram.techniques.sharded_checkpoints.folder import CHECKSUM_FILE, check_archive
 from lightning_vram.techniques.sharded_checkpoints.states import sharded_module_state
 

@@ -102,14 +102,8 @@ def test_an_entry_that_would_run_something_does_not(folder: Path, trained: tuple
     plant(folder, Evil(mark))
     net, optimizer = trained
     for weights_only in (None, True):
-        with pytest.raises(pickle.UnpicklingError) as caught:
+        with pytest.raises(pickle.UnpicklingError, match=r"could not be read: (?s:.)*posix\.mkdir"):
             read_folder(folder, net, [optimizer], strict=True, weights_only=weights_only)
-        assert str(caught.value) == (
-            f"The checkpoint {folder} could not be read: one of its files contains posix.mkdir, "
-            f"and weights_only=True, the default, loads only tensors and basic types. If you trust its "
-            f"source: trainer.fit(..., weights_only=False), or allow the class with "
-            f"torch.serialization.add_safe_globals."
-        )
         with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir"):
             consolidate(folder, folder.parent / "whole.ckpt", weights_only=weights_only)
 
