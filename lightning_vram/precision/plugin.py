@@ -23,9 +23,8 @@ from lightning_vram.core.gradients import clip_gradient_norm
 from lightning_vram.core.layers import LayerPattern, check_layers
 from lightning_vram.core.patching import without_fast_path
 from lightning_vram.memory.device.accelerators import current_kind, has_native_bf16
-from lightning_vram.precision.run import PrecisionRun, Settings, is_logging, log_of_step, undo_interrupted_runs
+from lightning_vram.precision.run import PrecisionRun, Settings, is_logging, log_of_step
 from lightning_vram.private_names.lightning import call_after_closure, is_searching_rate
-from lightning_vram.private_names.torch import can_autocast
 from lightning_vram.techniques.mixed_precision import LossScaling
 
 Choice = Literal["auto", "bf16", "fp16", "bf16-mixed", "16-mixed"]  # of a user
@@ -37,7 +36,6 @@ _PRECISIONS: dict[str, Precision16] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 _DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _LIGHTNINGS = "MixedPrecision"
 _OTHERS = ("LeanMixedPrecision", _LIGHTNINGS, "FSDPPrecision")  # Lightning keeps states by the name of the class
-_OVERWRITTEN = "modified by an inplace operation", "BFloat16Type"  # in an error of autograd
 _REFUSED_CALLBACKS: dict[type[pl.Callback], str] = {
     StochasticWeightAveraging: "averages weights that bfloat16 has rounded. Use WeightAveraging, or parameters='fp32'",
     ModelPruning: "puts other parameters, in float32, and masks into the module. Use parameters='fp32'",
@@ -182,7 +180,6 @@ class LeanMixedPrecision(MixedPrecision):
         is_training = trainer.state.fn == TrainerFn.FITTING
         self._refuse_trainer(trainer, is_training=is_training)
         self.teardown()  # of an interrupted run
-        undo_interrupted_runs()
         self.device = trainer.strategy.root_device.type
         precision = resolve_precision(self._choice, self.device)
         scaler = self._given_scaler if self._choice else None
@@ -279,13 +276,14 @@ class LeanMixedPrecision(MixedPrecision):
             try:
                 super().backward(tensor, model, optimizer, *args, **kwargs)
             except RuntimeError as error:
-                if not self.settings.is_lean or not all(part in str(error) for part in _OVERWRITTEN):
-                    raise
-                raise RuntimeError(
-                    f"LeanMixedPrecision(parameters={self.settings.parameters!r}): if an optimizer has stepped since "
-                    "this forward, it has overwritten the 16-bit weights that the backward needs. Step after all "
-                    f'backwards of a forward, or use parameters="fp32". From PyTorch: {error}'
-                ) from error
+                reads_weights = self.settings.is_lean or self.settings.recast_in_backward
+                if reads_weights and "modified by an inplace operation" in str(error):
+                    error.add_note(
+                        "If an optimizer has stepped since this forward, it has overwritten weights that the backward "
+                        "needs: step after all backwards of a forward, or use LeanMixedPrecision without parameters "
+                        "and recast_in_backward."
+                    )
+                raise
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -424,31 +422,22 @@ class LeanMixedPrecision(MixedPrecision):
 def resolve_precision(choice: Precision16 | None, device_type: str) -> Precision16:
     """Choose for a device: bf16 where its hardware computes in it, else fp16; or check what was chosen."""
     precision = choice or ("bf16-mixed" if has_native_bf16(device_type) else "16-mixed")
-    if why := _why_not(device_type, _DTYPES[precision]):
+    try:
+        with warnings.catch_warnings(action="error", category=UserWarning):  # torch only warns on some devices
+            torch.autocast(device_type, dtype=_DTYPES[precision])
+    except (RuntimeError, UserWarning) as error:
         other = "bf16" if precision == "16-mixed" else "fp16"
         raise MisconfigurationException(
             f"LeanMixedPrecision(precision={'fp16' if precision == '16-mixed' else 'bf16'!r}) does not work on "
-            f"{device_type!r} devices: {why}. Use {other!r}, or Trainer(precision='32-true') without this plugin."
-        )
+            f"{device_type!r} devices: {str(error).rstrip('.')}. Use {other!r}, or Trainer(precision='32-true') "
+            "without this plugin."
+        ) from error
     if choice == "bf16-mixed" and not has_native_bf16(device_type):
         rank_zero_warn(
             f"LeanMixedPrecision(precision='bf16'): this {device_type} device emulates bfloat16, which is slow. 'auto' "
             "would choose float16 with loss scaling."
         )
     return precision
-
-
-def _why_not(device_type: str, dtype: torch.dtype) -> str | None:
-    """Return why autocast does not support a dtype on a device, which torch may only warn about."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            is_enabled = can_autocast(device_type, dtype)
-        except RuntimeError as error:
-            return str(error).rstrip(".")
-    if is_enabled:
-        return None
-    return str(caught[-1].message).splitlines()[0].rstrip(".") if caught else "autocast is not available"
 
 
 def _check_combination(precision: str | None, settings: Settings, scaler: object) -> None:

@@ -1,18 +1,18 @@
 """What the plugin changes from the setup of a run to its teardown: module, averages, optimizers, schedules."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -139,18 +139,13 @@ def refuse_optimizers(module: nn.Module, optimizers: Sequence[Optimizer]) -> Non
             "LeanMixedPrecision(precision='fp16') does not work with LBFGS, which evaluates the loss several times "
             "per step, and cannot skip one that overflows. Use precision='bf16', or another optimizer."
         )
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    owners: dict[Tensor, int] = {}
-    for index, optimizer in enumerate(optimizers):
-        for parameter in iterate_parameters(optimizer):
-            owner = owners.setdefault(parameter, index)
-            if owner != index:
-                kinds = [f"{type(optimizers[place]).__name__} (number {place})" for place in (owner, index)]
-                raise MisconfigurationException(
-                    "LeanMixedPrecision(precision='fp16') does not work with optimizers that share parameters, as "
-                    f"{kinds[0]} and {kinds[1]} share {names.get(parameter, 'one')!r}: each would unscale its "
-                    "gradient. Use precision='bf16', or one optimizer with parameter groups."
-                )
+    counts = Counter(parameter for one in optimizers for parameter in set(iterate_parameters(one)))
+    for name, parameter in module.named_parameters():
+        if counts[parameter] > 1:
+            raise MisconfigurationException(
+                f"LeanMixedPrecision(precision='fp16') does not work with optimizers that share {name!r}: each would "
+                "unscale its gradient. Use precision='bf16', or one optimizer with parameter groups."
+            )
 
 
 class PausedSchedules:
@@ -182,9 +177,6 @@ class PausedSchedules:
 
 # Key of the module's own weights in a checkpoint of Lightning's WeightAveraging, which has the average as its weights.
 _CURRENT = "current_model_state"
-
-
-_alive: WeakSet["PrecisionRun"] = WeakSet()
 
 
 @dataclass(eq=False)
@@ -221,7 +213,6 @@ class PrecisionRun:
             if self.is_training:
                 undo.enter_context(compiled_backward_without_autocast())
             self._undo = undo.pop_all()
-        _alive.add(self)
 
     def _store_in_bf16(self, undo: ExitStack, averages: list[tuple[WeightAveraging, AveragedModel]]) -> None:
         self.lean = lean = LeanParameters(
@@ -322,19 +313,13 @@ class PrecisionRun:
         if share is not None:
             log_of_step(self.module, {"vram/lost_updates": share})
 
-    @property
-    def idle_islands(self) -> list[str]:
-        """Names of ``fp32_modules`` whose ``forward`` was not called so far: nothing of them is in float32."""
-        return [self._island_names[module] for module in self._islands.idle]
-
     def warn_of_idle_islands(self) -> None:
         """Warn once, after a training step, of ``fp32_modules`` that it did not call."""
-        if self.has_warned:
-            return
+        idle = [] if self.has_warned else [self._island_names[module] for module in self._islands.idle]
         self.has_warned = True
-        if names := self.idle_islands:
+        if idle:
             rank_zero_warn(
-                f"LeanMixedPrecision(fp32_modules): the first training step did not call {', '.join(names)}. A module "
+                f"LeanMixedPrecision(fp32_modules): the first training step did not call {', '.join(idle)}. A module "
                 "that reads their weights computes in 16 bits. Name the module that is called, for example "
                 "nn.MultiheadAttention instead of its out_proj."
             )
@@ -342,7 +327,6 @@ class PrecisionRun:
     def remove(self) -> None:
         """Undo what was changed. Calling it again does nothing."""
         self._undo.close()
-        _alive.discard(self)
 
     def load_weights(self, checkpoint: Mapping[str, Any]) -> None:
         """Load weights exactly that were rounded on loading a checkpoint. Weights that user code changed stay."""
@@ -379,10 +363,3 @@ def _forward_between_steps(
     with torch.autocast(run.device_type, dtype=torch.bfloat16, cache_enabled=False):
         output = forward(*args, **kwargs)
     return cast_where(lambda leaf: isinstance(leaf, Tensor) and leaf.dtype is torch.bfloat16, torch.float32, output)
-
-
-def undo_interrupted_runs() -> None:
-    """Undo the changes of runs whose trainer was interrupted in its own teardown."""
-    for run in list(_alive):
-        if run.trainer.state.status in (TrainerStatus.INTERRUPTED, TrainerStatus.FINISHED):
-            run.remove()

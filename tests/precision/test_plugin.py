@@ -408,33 +408,9 @@ def test_adversaries_and_frozen_layers_train_as_with_lightnings_plugin(make_trai
 @pytest.mark.parametrize("scheme", ["bf16+master", "bf16+stochastic"])
 def test_a_step_before_the_last_backward_of_a_forward_is_an_error_that_tells_why(scheme, make_trainer):
     model = Adversaries(is_one_graph=True)
-    message = (
-        f"LeanMixedPrecision(parameters={scheme!r}): if an optimizer has stepped since this forward, it has "
-        "overwritten the 16-bit weights that the backward needs. Step after all backwards of a forward, or use "
-        'parameters="fp32". From PyTorch: one of the variables needed for gradient computation has been modified'
-    )
-    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation(?s:.)*it has overwritten weights"):
         make_trainer(plugins=[LeanMixedPrecision("bf16", parameters=scheme)]).fit(model)
     make_trainer(plugins=[LeanMixedPrecision("bf16")], max_epochs=1).fit(Adversaries(is_one_graph=True))
-
-
-class BrokenEnd(pl.Callback):
-    def on_train_batch_end(self, *args):
-        raise ZeroDivisionError
-
-    def on_exception(self, *args):
-        raise KeyError("the end is broken, too")
-
-
-def test_a_fit_whose_end_fails_as_well_can_be_followed_by_another(make_trainer):
-    model = build(TinyGPT)
-    before = describe_module(model)
-    broken = make_trainer(plugins=[LeanMixedPrecision("bf16", **ALL)], callbacks=[BrokenEnd()])
-    with pytest.raises(KeyError):
-        broken.fit(model)
-    fit(model, make_trainer(plugins=[LeanMixedPrecision("bf16", **ALL)]))
-    assert describe_module(model) == before
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 class Pickles(pl.Callback):
@@ -479,7 +455,7 @@ class PastThePlugin(LitManual):
 
 def test_steps_past_the_plugin_are_noticed(make_trainer):
     plugin = LeanMixedPrecision("bf16", recast_in_backward=True)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*use recast_in_backward=False"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation(?s:.)*step after all backwards"):
         fit(build(TinyCNN, PastThePlugin), make_trainer(plugins=[plugin]))
 
 
@@ -580,7 +556,10 @@ def test_norms_that_are_not_there_are_refused(make_trainer):
 
 
 def test_formats_that_the_device_lacks_are_refused(make_trainer, monkeypatch):
-    monkeypatch.setattr("lightning_vram.precision.plugin._why_not", lambda device_type, dtype: "it has none")
+    def refuse(device_type, dtype):
+        raise RuntimeError("it has none.")
+
+    monkeypatch.setattr(torch, "autocast", refuse)
     with pytest.raises(
         MisconfigurationException, match=r"fp16.*does not work on 'cpu' devices: it has none. Use 'bf16'"
     ):

@@ -216,13 +216,7 @@ class SharedCasts:
 
 
 def _recast(weight: Tensor, version: int, dtype: torch.dtype) -> Tensor:
-    try:
-        check_version(weight, version, weight.shape)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{error} It is a weight, which the backward casts to {str(dtype).removeprefix('torch.')} again: "
-            "use recast_in_backward=False, which saves a copy."
-        ) from None
+    check_version(weight, version, weight.shape)
     return weight.to(dtype)
 
 

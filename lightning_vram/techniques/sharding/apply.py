@@ -29,10 +29,10 @@ from lightning_vram.private_names.fsdp2 import (
     remove_hooks,
     state_of,
 )
-from lightning_vram.private_names.torch import current_graph_task_id, own_children, own_parameters
-from lightning_vram.techniques.sharding.flat_shards import FlatShard, Place, count_shard_bytes, plan_residency
+from lightning_vram.private_names.torch import current_graph_task_id
+from lightning_vram.techniques.sharding.flat_shards import FlatShard, Place, plan_residency
 from lightning_vram.techniques.sharding.group import ShardedGroup, take_over
-from lightning_vram.techniques.sharding.grouping import ShardingPlan, follow, iterate_chains
+from lightning_vram.techniques.sharding.grouping import ShardingPlan
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
 from lightning_vram.techniques.sharding.parameter import ShardedParameter, disown
 from lightning_vram.techniques.sharding.removal import WholeParameters
@@ -227,12 +227,15 @@ class FullSharding:
         for modules in parts:  # a parameter belongs to the first that has it
             ours = dict.fromkeys(p for module in modules for p in module.parameters() if p not in claimed)
             claimed.update(ours)
-            sizes = (-(-p.shape[0] // num_shards) * (p.numel() // p.shape[0]) for p in ours)  # padded
-            dtypes = ((options.low_precision_dtype if p in low_precision else None) or p.dtype for p in ours)
-            kinds = zip(ours, sizes, dtypes, strict=True)
-            needs.append(count_shard_bytes((size, p.dtype, dtype, p.requires_grad) for p, size, dtype in kinds))
+            copy_bytes = device_bytes = 0
+            for p in ours:
+                size = -(-p.shape[0] // num_shards) * (p.numel() // p.shape[0])  # padded
+                dtype = (options.low_precision_dtype if p in low_precision else None) or p.dtype
+                copy_bytes += size * dtype.itemsize
+                device_bytes += size * p.dtype.itemsize * (_NUM_HELD if p.requires_grad else 1)
+            needs.append((copy_bytes, device_bytes))
         is_share = isinstance(options.device_bytes, float)
-        budget_bytes = options.device_bytes * (sum(need.device_bytes for need in needs) if is_share else 1)
+        budget_bytes = options.device_bytes * (sum(num_bytes for _, num_bytes in needs) if is_share else 1)
         root, *others = plan_residency([needs[-1], *needs[:-1]], int(budget_bytes))
         return [*others, root]
 
@@ -274,6 +277,7 @@ class FullSharding:
             self.landing, self.home = None, self.device
 
 
+_NUM_HELD = 4  # weight, gradient and the two moments of AdamW, all in the dtype of the weight
 _MARGIN = 10  # 1/10 of device memory stays free: later batches may be larger
 
 
@@ -371,29 +375,6 @@ class UsedParameters:
 # Which weights are transferred in 16 bits: those that only autocast reads, of layers called once before a backward.
 # Then the results are those of 32 bits: autocast casts at each use, and no backward sums gradients of several uses,
 # which the baseline does in fp32.
-_FACTS = ("device", "is_meta", "ndim", "requires_grad", "shape")  # of all dtypes the same
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
-def find_named_weights(root: nn.Module) -> set[nn.Parameter]:
-    """Find the parameters that code of the model's classes names, so that it may see their dtype or round values.
-
-    That is by ``self.layer.weight``, or by ``layer.weight``, for layers in lists. The code of forwards and steps is
-    inspected, not run; that of hooks is not.
-    """
-    found: set[nn.Parameter] = set()
-    for module, chain in iterate_chains(root):
-        if type(module).__module__.startswith("torch.nn."):
-            continue  # it names weights to choose a fast path
-        if chain[0] in ("weight", "bias"):
-            lists = (child for child in own_children(module).values() if isinstance(child, _CONTAINERS))
-            found.update(parameter for child in lists for parameter in child.parameters())
-        for (*_, owner), rest in follow(module, chain):
-            if not (len(rest) > 1 and rest[1] in _FACTS):
-                found.update(p for p in [own_parameters(owner).get(rest[0])] if p is not None)
-    return found
-
-
 class LayerCalls:
     """Calls of one layer, until the end of the first backward after one."""
 
@@ -429,10 +410,9 @@ class LowPrecisionTrial:
     def __init__(self, root: nn.Module, groups: Iterable[ShardedGroup]) -> None:
         compiled = {layer for part in root.modules() if is_compiled_part(part) for layer in part.modules()}
         attention: Any = {part.out_proj: part for part in root.modules() if isinstance(part, nn.MultiheadAttention)}
-        self._flat_shards = [(group, flat) for group in groups for flat in group.flat_shards if flat.has_low_precision]
         self._layers: dict[FlatShard, list[LayerCalls]] = {}
         self._used: set[FlatShard] = set()
-        for _, flat in self._flat_shards:
+        for flat in (flat for group in groups for flat in group.flat_shards if flat.has_low_precision):
             flat.is_on_trial = True
             calls: dict[nn.Module, LayerCalls] = {}
             for parameter in flat.parameters:
@@ -447,10 +427,9 @@ class LowPrecisionTrial:
     def end_backward(self) -> list[bool]:
         """Return the observations of this rank, for :meth:`decide`."""
         flags = []
-        for group, flat in self._flat_shards:
-            layers = self._layers[flat]
+        for flat, layers in self._layers.items():
             num_counted = sum(len(calls.parameters) for calls in layers) if flat.is_on_trial else 0
-            is_called_more = group.has_more_calls and num_counted < len(flat.parameters)
+            is_called_more = flat.parameters[0].group.has_more_calls and num_counted < len(flat.parameters)
             flags.append(flat.seen_in_fp32 or is_called_more or any(calls.needs_fp32 for calls in layers))
             flags.append(not layers or any(calls.is_used for calls in layers))
             for calls in layers:
@@ -462,12 +441,12 @@ class LowPrecisionTrial:
 
     def decide(self, flags: Sequence[bool]) -> None:
         """Transfer flat shards in fp32 from now on, by the flags of :meth:`end_backward` on any rank."""
-        flat_shards, self._flat_shards = self._flat_shards, []
-        for (group, flat), needs_fp32, is_used in zip(flat_shards, flags[::2], flags[1::2], strict=True):
+        for flat, needs_fp32, is_used in zip(list(self._layers), flags[::2], flags[1::2], strict=True):
+            self._used.update([flat] if is_used else [])
             if not needs_fp32:
-                self._flat_shards.append((group, flat))
-                self._used.update([flat] if is_used else [])
                 continue
+            for calls in self._layers.pop(flat):
+                calls.handle.remove()
             if not flat.is_on_trial:
                 warnings.warn(
                     f"The layer of weight {flat.parameters[0].name!r} was called more often before a backward "
@@ -479,10 +458,10 @@ class LowPrecisionTrial:
 
     def end_batch(self) -> None:
         """After a batch, transfer flat shards in 16 bit whose layers were called."""
-        for group, flat in self._flat_shards:
+        for flat in self._layers:
             if flat.is_on_trial and flat in self._used:
                 flat.is_on_trial = False
-                group.allow_calls()
+                flat.parameters[0].group.allow_calls()
 
     def forget(self) -> None:
         """Drop the calls of a discarded iteration."""

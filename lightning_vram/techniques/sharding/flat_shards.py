@@ -5,7 +5,6 @@ A flat shard is a run of parameters' shards in one allocation, so that one copy 
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -336,46 +335,18 @@ class ShardSteps:
 # copy saves at least 1 byte for each of its own, and what comes to it at most 2/3.
 Place = Literal["host", "copy", "device"]
 
-_NUM_FETCHES = 2  # for the forward and for the backward
-_NUM_HELD = 4  # weight, gradient and the two moments of AdamW, all in the dtype of the weight
 
+def plan_residency(groups: Sequence[tuple[int, int]], budget_bytes: int) -> list[Place]:
+    """Choose where each group's shards are stored, by the bytes of its copy, and of all that it has on the device.
 
-@dataclass(frozen=True)
-class ShardBytes:
-    """Bytes of one group, on one rank."""
-
-    copy_bytes: int  # of a copy on the device
-    device_bytes: int  # of weights, gradients and moments on the device
-    sent_bytes: int  # over PCIe in a step
-    sent_with_copy_bytes: int  # over PCIe in a step, with a copy on the device
-
-
-def count_shard_bytes(shards: Iterable[tuple[int, torch.dtype, torch.dtype, bool]]) -> ShardBytes:
-    """Count for shards of one group, given as (numel, dtype, transfer dtype, whether trained)."""
-    copied = held = sent = sent_with_copy = 0
-    for numel, dtype, transfer_dtype, is_trained in shards:
-        one = numel * transfer_dtype.itemsize
-        copied += one
-        held += numel * dtype.itemsize * (_NUM_HELD if is_trained else 1)
-        sent += one * (_NUM_FETCHES + is_trained)
-        sent_with_copy += 2 * one * is_trained
-    return ShardBytes(copied, held, sent, sent_with_copy)
-
-
-def plan_residency(groups: Sequence[ShardBytes], budget_bytes: int) -> list[Place]:
-    """Choose where each group's shards are stored. ``groups`` in the order of computation.
-
-    Greedy, by PCIe bytes saved per device byte; at equal gain the first groups, whose steps are the last to finish
-    before the next forward. A group that does not fit is skipped. A larger budget never takes fewer bytes, nor saves
-    less.
+    ``groups`` in the order of computation: the steps of the first ones are the last to finish before the next forward,
+    so that they come first. One that does not fit is skipped.
     """
-    used = [(index, group) for index, group in enumerate(groups) if group.device_bytes]
-    copies = [(i, group.copy_bytes, group.sent_bytes - group.sent_with_copy_bytes) for i, group in used]
-    rests = [(i, group.device_bytes - group.copy_bytes, group.sent_with_copy_bytes) for i, group in used]
     places: list[Any] = ["host"] * len(groups)
-    for before, after, steps in (("host", "copy", copies), ("copy", "device", rests)):
-        for index, num_bytes, _ in sorted(steps, key=lambda step: -step[2] / max(step[1], 1)):
-            if places[index] == before and num_bytes <= budget_bytes:
+    for before, after in (("host", "copy"), ("copy", "device")):
+        for index, (copy_bytes, device_bytes) in enumerate(groups):
+            num_bytes = copy_bytes if after == "copy" else device_bytes - copy_bytes
+            if device_bytes and places[index] == before and num_bytes <= budget_bytes:
                 places[index] = after
                 budget_bytes -= num_bytes
     return places

@@ -346,8 +346,7 @@ def test_a_fused_optimizer_leaves_no_trace_but_after_step_tells() -> None:
 
 WRITTEN = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-    "[torch.FloatTensor [8, 8]] is at version {now}; expected version {before} instead. It is a weight, which the "
-    "backward casts to bfloat16 again: use recast_in_backward=False, which saves a copy."
+    "[torch.FloatTensor [8, 8]] is at version {now}; expected version {before} instead."
 )
 
 
@@ -374,7 +373,7 @@ def test_recast_refuses_a_weight_that_a_fused_optimizer_wrote() -> None:
     assert model[0].weight._version == before[0]  # or else after_step is not needed any more
     casts.after_step(iter((*model.parameters(), *other.parameters())))
     assert (model[0].weight._version, other.weight._version) == (before[0] + 1, before[1])
-    with pytest.raises(RuntimeError, match=r"^one of the variables needed .* recast_in_backward=False"):
+    with pytest.raises(RuntimeError, match=r"^one of the variables needed "):
         loss.backward()
 
 
