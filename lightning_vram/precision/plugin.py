@@ -55,7 +55,6 @@ class LeanMixedPrecision(MixedPrecision):
     - A step whose gradients overflow is skipped on all ranks and logged (``vram/overflow_steps``, ``vram/loss_scale``).
       Learning rate schedulers do not count it.
     - Neither the backward nor the optimizer runs under autocast, in manual optimization either.
-    - A weight that one step uses several times is cast once per step instead of once per use.
 
     With ``parameters="bf16+..."`` weights and gradients are bfloat16 during a fit, frozen weights included; norms and
     ``fp32_modules`` stay float32. Checkpoints, and the module after the fit, hold full-precision weights in the dtype
@@ -155,7 +154,7 @@ class LeanMixedPrecision(MixedPrecision):
         self.device = current_kind()
         self.scaler = scaler
         self._run: PrecisionRun | None = None
-        self._has_fallen_back = False
+        self._caches_casts = self._has_fallen_back = False
         self._ended: dict[str, Any] = {}  # the state of the last fit, once it has ended
 
     def __repr__(self) -> str:
@@ -181,6 +180,8 @@ class LeanMixedPrecision(MixedPrecision):
         self._refuse_trainer(trainer, is_training=is_training)
         self.teardown()  # of an interrupted run
         self.device = trainer.strategy.root_device.type
+        # A cast of a sharded weight would be whole on each rank, until the step ends.
+        self._caches_casts = not (self.settings.recast_in_backward or hasattr(type(trainer.strategy), "device_mesh"))
         precision = resolve_precision(self._choice, self.device)
         scaler = self._given_scaler if self._choice else None
         _check_combination(precision, self.settings, scaler)
@@ -236,8 +237,7 @@ class LeanMixedPrecision(MixedPrecision):
     @override
     def autocast_context_manager(self) -> torch.autocast:
         dtype = _DTYPES.get(self.precision)
-        # Its own cache keeps copies of all weights under no_grad and in checkpointed layers.
-        return torch.autocast(self.device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+        return torch.autocast(self.device, dtype=dtype, enabled=dtype is not None, cache_enabled=self._caches_casts)
 
     @override
     @contextmanager
@@ -275,6 +275,7 @@ class LeanMixedPrecision(MixedPrecision):
         with torch.autocast(self.device, enabled=False):  # on in manual optimization, whose training step calls it
             try:
                 super().backward(tensor, model, optimizer, *args, **kwargs)
+                torch.clear_autocast_cache()  # weights may be stepped in the backward
             except RuntimeError as error:
                 reads_weights = self.settings.is_lean or self.settings.recast_in_backward
                 if reads_weights and "modified by an inplace operation" in str(error):

@@ -74,8 +74,9 @@ def _is_rounded(value: Tensor, parameter: Tensor) -> bool:
     return is_alike and torch.allclose(present, value.to(present), rtol=eps, atol=0.0, equal_nan=True)
 
 
-def _after_any_step(casts: "ref[WeightCasts]", optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    living = casts()
+def _after_any_step(casts: "ref[WeightCasts] | None", optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    torch.clear_autocast_cache()  # an optimizer may step within the training step
+    living = casts() if casts is not None else None
     if living is not None:  # parameters without a gradient were not stepped
         living.after_step(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
@@ -265,12 +266,13 @@ class PrecisionRun:
             refuse_lost_updates(optimizers)
         else:
             self._attach(self.lean, optimizers)
-        # Swap classes only now: code that selects layers by their type has made its parameter groups.
-        recasts = self.settings.recast_in_backward
-        casts = WeightCasts(self.module, self.device_type, recast_in_backward=recasts, skip=self._inside)
-        self._undo.callback(casts.remove)
+        casts = None
+        if self.settings.recast_in_backward:
+            # Swap classes only now: code that selects layers by their type has made its parameter groups.
+            casts = WeightCasts(self.module, self.device_type, skip=self._inside)
+            self._undo.callback(casts.remove)
         # Of all optimizers: some are made in the midst of training, and steps do not all pass the plugin.
-        hook = register_optimizer_step_post_hook(partial(_after_any_step, ref(casts)))
+        hook = register_optimizer_step_post_hook(partial(_after_any_step, None if casts is None else ref(casts)))
         self._undo.callback(hook.remove)
         if scaler is not None:
             # One rank may have an overflow in sharded or unreduced gradients.

@@ -152,11 +152,11 @@ class Frozen(Net):
         self.blocks.requires_grad_(requires_grad=False)
 
 
-def test_frozen_layers_come_first(mesh):
+def test_frozen_layers_of_which_there_is_a_copy_have_nothing_on_the_host(mesh):
     net, plain = make(Frozen), make(Frozen)
-    assert plan(make(Frozen), 4 * 3 * BLOCK) == ["host", *["device"] * 3, "host"]
+    assert plan(make(Frozen), 4 * (3 * BLOCK + NORM)) == [FIRST, *["device"] * 3, "host"]
     reference = torch.optim.SGD(plain.head.parameters(), 0.1)
-    with hosted(net, device_bytes=4 * 3 * BLOCK) as host:
+    with hosted(net, device_bytes=4 * (3 * BLOCK + NORM)) as host:
         optimizer = torch.optim.SGD(net.head.parameters(), 0.1)
         host.attach([optimizer])
         for seed in range(2):
