@@ -79,8 +79,8 @@ class LeanMixedPrecision(MixedPrecision):
             optimizer state in bfloat16.
         check_updates: Log ``vram/lost_updates``, the share of weight updates that rounding discards. For
             ``"bf16+kahan"`` and ``"bf16+stochastic"`` (which is right on average); the others lose none.
-        hold_lr_on_overflow: Learning rate schedulers with ``interval="step"`` do not count skipped steps. For automatic
-            optimization.
+        hold_lr_on_overflow: Learning rate schedulers with ``interval="step"`` do not step after a skipped step. For
+            automatic optimization.
         max_consecutive_overflows: Number of skipped steps in a row that ends the run. ``None``: no limit.
         on_overflow_limit: At that number, raise an ``"error"``, or continue in ``"bf16"`` or ``"fp32"``.
         scaler: A ``torch.amp.GradScaler`` with your own settings, for fp16. ``None``: PyTorch's defaults.
@@ -154,7 +154,7 @@ class LeanMixedPrecision(MixedPrecision):
         self.device = current_kind()
         self.scaler = scaler
         self._run: PrecisionRun | None = None
-        self._caches_casts = self._has_fallen_back = False
+        self._has_fallen_back = False
         self._ended: dict[str, Any] = {}  # the state of the last fit, once it has ended
 
     def __repr__(self) -> str:
@@ -180,8 +180,6 @@ class LeanMixedPrecision(MixedPrecision):
         self._refuse_trainer(trainer, is_training=is_training)
         self.teardown()  # of an interrupted run
         self.device = trainer.strategy.root_device.type
-        # A cast of a sharded weight would be whole on each rank, until the step ends.
-        self._caches_casts = not (self.settings.recast_in_backward or hasattr(type(trainer.strategy), "device_mesh"))
         precision = resolve_precision(self._choice, self.device)
         scaler = self._given_scaler if self._choice else None
         _check_combination(precision, self.settings, scaler)
@@ -237,7 +235,8 @@ class LeanMixedPrecision(MixedPrecision):
     @override
     def autocast_context_manager(self) -> torch.autocast:
         dtype = _DTYPES.get(self.precision)
-        return torch.autocast(self.device, dtype=dtype, enabled=dtype is not None, cache_enabled=self._caches_casts)
+        # Its own cache keeps copies of all weights under no_grad and in checkpointed layers.
+        return torch.autocast(self.device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
     @override
     @contextmanager
@@ -275,7 +274,6 @@ class LeanMixedPrecision(MixedPrecision):
         with torch.autocast(self.device, enabled=False):  # on in manual optimization, whose training step calls it
             try:
                 super().backward(tensor, model, optimizer, *args, **kwargs)
-                torch.clear_autocast_cache()  # weights may be stepped in the backward
             except RuntimeError as error:
                 reads_weights = self.settings.is_lean or self.settings.recast_in_backward
                 if reads_weights and "modified by an inplace operation" in str(error):
@@ -291,6 +289,7 @@ class LeanMixedPrecision(MixedPrecision):
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         assert self._run is not None
+        self._run.has_skipped = False
         if torch.is_autocast_enabled(self.device):  # in manual optimization, whose closure holds a forward
             closure = self.autocast_context_manager()(closure)
         with torch.autocast(self.device, enabled=False):
@@ -343,8 +342,7 @@ class LeanMixedPrecision(MixedPrecision):
         scale = run.scaling.scaler.get_scale
         if is_logging(run.module, always=self._num_consecutive > 0):
             log_of_step(run.module, {"vram/overflow_steps": float(self._num_overflows), "vram/loss_scale": scale()})
-        if self._num_consecutive and run.paused is not None:
-            run.paused.pause()
+        run.has_skipped = self._num_consecutive > 0
         limit = self._max_consecutive
         # A search for the learning rate goes on until the training diverges.
         if limit is None or self._num_consecutive < limit or is_searching_rate(run.trainer.callbacks):  # type: ignore[attr-defined]

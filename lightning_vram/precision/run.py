@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from math import gcd
 from typing import Any
 from weakref import ref
 
@@ -74,9 +73,8 @@ def _is_rounded(value: Tensor, parameter: Tensor) -> bool:
     return is_alike and torch.allclose(present, value.to(present), rtol=eps, atol=0.0, equal_nan=True)
 
 
-def _after_any_step(casts: "ref[WeightCasts] | None", optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    torch.clear_autocast_cache()  # an optimizer may step within the training step
-    living = casts() if casts is not None else None
+def _after_any_step(casts: "ref[WeightCasts]", optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    living = casts()
     if living is not None:  # parameters without a gradient were not stepped
         living.after_step(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
@@ -149,33 +147,6 @@ def refuse_optimizers(module: nn.Module, optimizers: Sequence[Optimizer]) -> Non
             )
 
 
-class PausedSchedules:
-    """Keeps ``lr_scheduler_step`` of a LightningModule from counting skipped steps.
-
-    Lightning steps a schedule after every batch that could have stepped the optimizer: 16 times if gradients of 12
-    batches overflowed and 4 steps were made. Schedules that count epochs are unchanged.
-    """
-
-    def __init__(self, trainer: pl.Trainer, configs: Sequence[LRSchedulerConfig]) -> None:
-        self._trainer = trainer
-        self._configs = [config for config in configs if config.interval == "step"]
-        self.num_missed = [0] * len(self._configs)  # steps of the optimizer that a schedule has to wait for
-
-    def pause(self) -> None:
-        """Count an optimizer step that was skipped."""
-        self.num_missed = [number + 1 for number in self.num_missed]
-
-    def step(self, inner: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> None:
-        """Replace ``lr_scheduler_step``, which is ``inner``."""
-        for index, config in enumerate(self._configs):
-            # optimizer steps between two of the schedule, which Lightning counts in batches
-            num_steps = config.frequency // gcd(config.frequency, self._trainer.accumulate_grad_batches)
-            if config.scheduler is scheduler and self.num_missed[index] >= num_steps:
-                self.num_missed[index] -= num_steps
-                return
-        inner(scheduler, *args, **kwargs)
-
-
 # Key of the module's own weights in a checkpoint of Lightning's WeightAveraging, which has the average as its weights.
 _CURRENT = "current_model_state"
 
@@ -190,7 +161,7 @@ class PrecisionRun:
     is_training: bool  # otherwise only what changes results is done
     lean: LeanParameters | None = None
     scaling: LossScaling | None = None  # in float16, while it trains
-    paused: PausedSchedules | None = None
+    has_skipped: bool = False  # whether the last optimizer step overflowed
     is_in_step: bool = False
     has_warned: bool = False  # whether the first training step is over
     _islands: Float32Islands = field(init=False)
@@ -266,14 +237,13 @@ class PrecisionRun:
             refuse_lost_updates(optimizers)
         else:
             self._attach(self.lean, optimizers)
-        casts = None
         if self.settings.recast_in_backward:
             # Swap classes only now: code that selects layers by their type has made its parameter groups.
             casts = WeightCasts(self.module, self.device_type, skip=self._inside)
             self._undo.callback(casts.remove)
-        # Of all optimizers: some are made in the midst of training, and steps do not all pass the plugin.
-        hook = register_optimizer_step_post_hook(partial(_after_any_step, None if casts is None else ref(casts)))
-        self._undo.callback(hook.remove)
+            # Of all optimizers: some are made in the midst of training, and steps do not all pass the plugin.
+            hook = register_optimizer_step_post_hook(partial(_after_any_step, ref(casts)))
+            self._undo.callback(hook.remove)
         if scaler is not None:
             # One rank may have an overflow in sharded or unreduced gradients.
             over_ranks = partial(self.trainer.strategy.reduce, reduce_op="sum") if self.trainer.world_size > 1 else None
@@ -281,10 +251,17 @@ class PrecisionRun:
             for name, call in (("scale", self.scaling.scale), ("unscale_", self.unscale)):
                 self._undo_scaling.callback(MethodPatch(scaler, name, replace_by(call)).remove)
             self._undo.callback(self.end_scaling)
-            if holds_lr and self.module.automatic_optimization and schedules:
-                self.paused = PausedSchedules(self.trainer, schedules)
-                patch = MethodPatch(self.module, "lr_scheduler_step", partial(partial, self.paused.step))
+            if holds_lr and self.module.automatic_optimization:
+                by_step = [config.scheduler for config in schedules if config.interval == "step"]
+                patch = MethodPatch(self.module, "lr_scheduler_step", partial(partial, self._step_schedule, by_step))
                 self._undo.callback(patch.remove)
+
+    def _step_schedule(
+        self, by_step: list[Any], inner: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any
+    ) -> None:
+        """Replace ``lr_scheduler_step``, which is ``inner``: Lightning would count steps that were skipped."""
+        if not (self.has_skipped and scheduler in by_step):
+            inner(scheduler, *args, **kwargs)
 
     def _attach(self, lean: LeanParameters, optimizers: Sequence[Optimizer]) -> None:
         lean.attach(optimizers)
@@ -345,13 +322,10 @@ class PrecisionRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        state: dict[str, Any] = {} if self.paused is None else {"held": list(self.paused.num_missed)}
-        return state if self.lean is None else state | {"lean": {"num_steps": self.lean.num_steps}}
+        return {} if self.lean is None else {"lean": {"num_steps": self.lean.num_steps}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a checkpoint, with the parts that both have; the state of other schedules is ignored."""
-        if self.paused is not None and len(state.get("held", ())) == len(self.paused.num_missed):
-            self.paused.num_missed = list(state["held"])
+        """Resume from a checkpoint."""
         if self.lean is not None and "lean" in state:
             self.lean.num_steps = state["lean"]["num_steps"]
 

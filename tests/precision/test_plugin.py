@@ -300,62 +300,6 @@ def test_layers_are_told_by_their_type_where_groups_are_made(make_trainer):
     fit(build(TinyCNN, ByType), make_trainer(plugins=[LeanMixedPrecision("bf16", recast_in_backward=True)]))
 
 
-class Twice(nn.Sequential):
-    """Uses a weight twice in a step."""
-
-    def __init__(self):
-        super().__init__(nn.Flatten(), nn.Linear(192, 16), nn.Linear(16, 16), nn.Linear(16, 10))
-
-    def forward(self, x):
-        hidden = self[1](self[0](x))
-        return self[3](self[2](self[2](hidden)))
-
-    samples = TinyCNN.samples
-
-
-class Types(LitTiny):
-    """Notes in each step which layers are plain ones."""
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append([type(layer) is nn.Linear for layer in self.net if isinstance(layer, nn.Linear)])
-        return super().training_step(batch, batch_idx)
-
-    seen: list
-
-
-@pytest.mark.parametrize(("recast", "later"), [(False, [True, False, True]), (True, [False] * 3)])
-def test_after_the_first_step_layers_are_plain_unless_they_ran_twice(recast, later, make_trainer):
-    model = build(Twice, Types)
-    model.seen = []
-    fit(model, make_trainer(plugins=[LeanMixedPrecision("bf16", recast_in_backward=recast)], max_epochs=1))
-    assert model.seen[0] == [False] * 3
-    assert len(model.seen) > 2
-    assert all(seen == later for seen in model.seen[1:])
-    assert {type(layer) for layer in model.net} == {nn.Flatten, nn.Linear}
-
-
-class MadeInTheStep(LitManual):
-    """A fused optimizer that nobody was told of, while an older graph keeps a cast of the weight alive."""
-
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 0:
-            self.made = torch.optim.SGD(self.parameters(), lr=0.1, fused=True)
-        self.made.zero_grad()
-        self.kept = self.loss(batch)
-        self.manual_backward(self.kept, retain_graph=True)
-        self.made.step()
-
-    def configure_optimizers(self):
-        return None
-
-
-@pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None")
-def test_optimizers_that_are_made_in_a_step_are_noticed(make_trainer):
-    plain = BackwardWithoutAutocast("bf16-mixed", "cpu")
-    fitted = [fit(build(Twice, MadeInTheStep), make_trainer(plugins=[p])) for p in (plain, LeanMixedPrecision("bf16"))]
-    assert_equal_weights(*fitted)
-
-
 def test_a_frozen_backbone_trains_with_all_settings(make_trainer):
     model = build(TinyGPT)
     model.net.blocks[0].requires_grad_(False)

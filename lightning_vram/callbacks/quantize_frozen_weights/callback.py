@@ -5,8 +5,9 @@ forward and again for the backward; nothing is saved in between. It costs dequan
 that the adapters train with. It does not help for trainable weights.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool, check_choice
+from lightning_vram.argument_checks import check_bool, check_choice, check_kind
 from lightning_vram.callbacks.hook_points import FitTechnique, refuse_moved_parameters, refuse_several
 from lightning_vram.core.layers import LayerPattern, check_layers
 from lightning_vram.core.patching import MethodPatch, replace_by
@@ -40,7 +41,6 @@ from lightning_vram.techniques.quantize_frozen_weights import (
     QuantizedLayers,
     quantize_frozen_weights,
     quantized_weight,
-    why_not_installed,
 )
 from lightning_vram.techniques.sharding import has_meta, materialize
 
@@ -136,9 +136,15 @@ class QuantizeFrozenWeights(FitTechnique):
         keep: bool = False,  # noqa: FBT001, FBT002 - set by name in configuration files
         library: Library = "own",
     ) -> None:
-        _check_int("bits", bits, "8 or 4", (8, 4))
         check_layers("QuantizeFrozenWeights(layers)", layers)
-        _check_int("block_size", block_size, "a power of two from 16 to 4096", [2**power for power in range(4, 13)])
+        sizes = [2**power for power in range(4, 13)]
+        for argument, value, allowed, numbers in (
+            ("bits", bits, "8 or 4", (8, 4)),
+            ("block_size", block_size, "a power of two from 16 to 4096", sizes),
+        ):
+            check_kind(f"QuantizeFrozenWeights({argument})", value, int, allowed)
+            if value not in numbers:
+                raise ValueError(f"QuantizeFrozenWeights({argument}) must be {allowed}, got {value}.")
         check_choice("QuantizeFrozenWeights(save)", save, ("all", "trainable"))
         check_bool("QuantizeFrozenWeights(keep)", keep)
         check_choice("QuantizeFrozenWeights(library)", library, get_args(Library))
@@ -158,9 +164,8 @@ class QuantizeFrozenWeights(FitTechnique):
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
-        why = why_not_installed(self.library)
-        if why is not None:
-            raise ModuleNotFoundError(why)
+        if self.library == "bitsandbytes":
+            import_module(self.library)  # now, not in the first forward
         _check_run(self, trainer, has_frozen=self.save == "all")
 
     @override
@@ -291,13 +296,6 @@ def _report(quantized: QuantizedLayers, module: nn.Module, *, is_fit: bool) -> N
             f"QuantizeFrozenWeights does nothing: {type(module).__name__} has no frozen Linear, Conv or Embedding with "
             "4096 weights or more. Freeze with requires_grad_(False) in __init__, setup or configure_model."
         )
-
-
-def _check_int(argument: str, value: object, allowed: str, numbers: Container[int]) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{_NAME}({argument}) must be {allowed}, got {value!r} of type {type(value).__name__}.")
-    if value not in numbers:
-        raise ValueError(f"{_NAME}({argument}) must be {allowed}, got {value}.")
 
 
 def _check_run(callback: Callback, trainer: pl.Trainer, *, has_frozen: bool) -> None:

@@ -23,14 +23,7 @@ from lightning_vram.precision import LeanMixedPrecision
 
 Offload = Literal["params", "optimizer", "none"]
 NAME = "FSDPOffloadStrategy"
-_ON_HOST = {  # arguments that need an offload, and what they do
-    "pin_memory": "pins offloaded tensors, but offload='none' offloads none.",
-    "bind_to_numa_node": "binds the threads of optimizer steps on the host, but offload='none' has none.",
-    "master": "is a format of weights on the host, but offload='none' keeps them on the device.",
-    "host_state": "is a format of moments on the host, but offload='none' keeps them on the device. Use "
-    "MomentsInBF16 or LowBitOptimizer there.",
-    "nvme_path": "stores optimizer state of steps on the host, but offload='none' has none.",
-}
+_ON_HOST = ("pin_memory", "bind_to_numa_node", "master", "host_state", "nvme_path")  # of what is on the host
 OF_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 
 
@@ -59,9 +52,9 @@ def _check_kind(name: str, value: Any, kind: Any) -> None:
 
 
 def _check_together(given: dict[str, Any]) -> None:
-    for key, text in _ON_HOST.items() if given["offload"] == "none" else ():
+    for key in _ON_HOST if given["offload"] == "none" else ():
         if given[key] not in (None, False, "fp32"):
-            raise ValueError(f"{NAME}({key}={given[key]!r}) {text}")
+            raise ValueError(f"{NAME}({key}={given[key]!r}) needs an offload: with offload='none', leave it out.")
     if given["data_parallel_replicate_size"] is not None and given["shard"] != "hybrid":
         raise ValueError(
             f"{NAME}(data_parallel_replicate_size={given['data_parallel_replicate_size']}) needs shard='hybrid', got "

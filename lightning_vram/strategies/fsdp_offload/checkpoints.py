@@ -86,9 +86,8 @@ class CheckpointedStrategy(BaseStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self._store is not None
         with self._named("loading a checkpoint"):
-            return self._store.open(checkpoint_path, weights_only=weights_only)
+            return self._any_store.open(checkpoint_path, weights_only=weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -113,12 +112,11 @@ class CheckpointedStrategy(BaseStrategy):
 
         From a checkpoint without averages they start from its weights.
         """
-        assert self._store is not None
         has_average = _REST in checkpoint
         key = _CURRENT if has_average and self._averages else _AVERAGE
-        self._store.load_module(checkpoint, module, strict=strict, key=key)
+        self._any_store.load_module(checkpoint, module, strict=strict, key=key)
         for average in (one.average for one in self._averages):
-            self._store.load_module(checkpoint, average.module, strict=strict and has_average, key=_AVERAGE)
+            self._any_store.load_module(checkpoint, average.module, strict=strict and has_average, key=_AVERAGE)
             if has_average:
                 average.load_state_dict(checkpoint[_REST], strict=False)
             else:
@@ -133,11 +131,10 @@ class CheckpointedStrategy(BaseStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._store is not None
         assert self.lightning_module is not None
         self._finish_steps()
         with self._named("loading a checkpoint"):
-            self._store.load_optimizers(checkpoint, self.lightning_module, self.optimizers, is_elementwise)
+            self._any_store.load_optimizers(checkpoint, self.lightning_module, self.optimizers, is_elementwise)
 
     def wait_for_checkpoints(self) -> None:
         """Wait for ``async_save``."""
@@ -146,8 +143,7 @@ class CheckpointedStrategy(BaseStrategy):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        assert self._store is not None
-        self._store.remove(filepath)
+        self._any_store.remove(filepath)
 
     @property
     def _any_store(self) -> CheckpointStore:

@@ -3,6 +3,7 @@
 The stage of an optimizer in the scaler says what its gradients are: scaled by the present scale (ready), or unscaled.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -91,7 +92,6 @@ class LossScaling:
     ) -> None:
         self.scaler = scaler
         self.num_overflowed = 0  # steps skipped since the last update
-        self._earlier: dict[int, list[Tensor]] = {}  # by id of an optimizer: found in gradients that were scaled again
         self._optimizers = optimizers
         self._over_ranks = over_ranks
         self._on_update = on_update
@@ -100,9 +100,6 @@ class LossScaling:
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply ``loss``, of any shape, by the scale."""
         self.update()
-        if self._earlier:  # of gradients that were dropped without a step
-            waiting = set(map(id, self._waiting()))
-            self._earlier = {key: checks for key, checks in self._earlier.items() if key in waiting}
         scaled: Tensor = type(self.scaler).scale(self.scaler, loss)  # past a MethodPatch
         return scaled
 
@@ -110,8 +107,7 @@ class LossScaling:
         """Unscale the gradients of ``optimizer`` if they are scaled, and look for inf and nan. A collective."""
         if self._stage(optimizer) is not OptState.READY:
             return
-        checks = unscale_part(self.scaler, _parameters_of(optimizer)) + self._earlier.pop(id(optimizer), [])
-        found_inf = _join(self.scaler, checks)
+        found_inf = _join(self.scaler, unscale_part(self.scaler, _parameters_of(optimizer)))
         if self._over_ranks is not None:
             found_inf = self._over_ranks(found_inf)
         note_unscaled(self.scaler, optimizer, [found_inf])
@@ -162,12 +158,10 @@ class LossScaling:
         return [one for one in unstepped if any(parameter.grad is not None for parameter in _parameters_of(one))]
 
     def _unscaling_factor(self, optimizer: Optimizer) -> float:
-        """Return the factor that unscales gradients before an update; keep what was found, as clipping may hide it."""
-        state = optimizer_states(self.scaler).get(id(optimizer))
-        if state is None:
+        """Return the factor that unscales gradients before an update; nan if they overflowed: clipping may hide it."""
+        if self._stage(optimizer) is OptState.READY:
             return 1 / self.scaler.get_scale()
-        self._earlier[id(optimizer)] = [check.clone() for check in state["found_inf_per_device"].values()]
-        return 1.0
+        return math.nan if self._has_overflowed(optimizer) else 1.0
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
