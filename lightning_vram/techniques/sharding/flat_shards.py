@@ -16,7 +16,7 @@ from lightning_vram.core.host.transfers import Ticket
 from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.fsdp2 import memory_of, own_shard_of, set_own_shard
 from lightning_vram.private_names.torch import count_storage_users, num_writes, storage_identity
-from lightning_vram.techniques.sharding.parameter import unwatch, watch
+from lightning_vram.techniques.sharding.parameter import unwatch, upcast, watch
 
 
 class FlatShard:
@@ -108,7 +108,7 @@ class FlatShard:
             gradient = parameter.low_precision_gradient
             if gradient is not None and gradient is parameter.sharded_param.grad:
                 self._has_sums = True  # gradients are accumulated: from now on in fp32
-            parameter.upcast_gradient()
+            upcast(gradient)
 
     def set_fp32(self, *, is_fp32: bool) -> None:
         """Choose whether fetches transfer fp32. Parameters gathered in the other dtype must be out of use."""

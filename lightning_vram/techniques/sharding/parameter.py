@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -128,9 +127,9 @@ def own(tensor: Tensor, owner: Any) -> None:
 
 
 def disown(tensor: Tensor) -> None:
-    """Undo :func:`own`."""
-    if type(tensor) is OwnedTensor:
-        tensor.__class__ = DTensor  # type: ignore[assignment]
+    """Undo :func:`own`, or :func:`watch` for one."""
+    if type(tensor) in _PLAIN:
+        tensor.__class__ = _PLAIN[type(tensor)]
         del vars(tensor)[_OWNER]
 
 
@@ -183,9 +182,6 @@ class _Pending:
         self._wait()
 
 
-_WAIT = f"{OURS}wait_until_written"  # an attribute: what it refers to may refer to the tensor
-
-
 class WatchedTensor(Tensor):
     """Class of a regular tensor while watched, such as a step count. The writer has an alias."""
 
@@ -195,10 +191,11 @@ class WatchedTensor(Tensor):
     ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if type(leaf) is WatchedTensor:
-                wait = vars(leaf)[_WAIT]
-                unwatch([leaf])
-                wait()
+                _owner_of(leaf).before_use(leaf)
         return func(*args, **(kwargs or {}))
+
+
+_PLAIN: dict[type[Tensor], Any] = {OwnedTensor: DTensor, WatchedTensor: Tensor}
 
 
 def watch(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
@@ -208,33 +205,23 @@ def watch(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
     """
     pending = _Pending(wait)
     for tensor in tensors:
-        kind = type(tensor)
-        if kind is Tensor or kind is WatchedTensor:
-            tensor.__class__ = WatchedTensor
-            vars(tensor)[_WAIT] = wait
-        elif kind is DTensor or (kind is OwnedTensor and type(vars(tensor)[_OWNER]) is _Pending):
-            tensor.__class__ = OwnedTensor
+        if type(tensor) in (Tensor, DTensor) or _is_pending(tensor):
+            tensor.__class__ = OwnedTensor if isinstance(tensor, DTensor) else WatchedTensor
             vars(tensor)[_OWNER] = pending
 
 
 def unwatch(tensors: Iterable[Tensor]) -> None:
     """Undo :func:`watch`."""
-    for tensor in tensors:
-        if type(tensor) is WatchedTensor:
-            tensor.__class__ = Tensor  # type: ignore[assignment]
-            del vars(tensor)[_WAIT]
-        elif type(tensor) is OwnedTensor and type(vars(tensor)[_OWNER]) is _Pending:
-            tensor.__class__ = DTensor  # type: ignore[assignment]
-            del vars(tensor)[_OWNER]
+    for tensor in filter(_is_pending, tensors):
+        disown(tensor)
+
+
+def _is_pending(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and type(vars(tensor)[_OWNER]) is _Pending
 
 
 _LOW_PRECISION = f"{OURS}low_precision"
 _FACTORS = f"{OURS}factors"
-
-
-def keep_low_precision(gradient: Tensor, values: Tensor) -> None:
-    """Let ``gradient``, an empty ``DTensor``, have the values of ``values`` until :func:`upcast`."""
-    vars(gradient)[_LOW_PRECISION], vars(gradient)[_FACTORS] = values, []
 
 
 def low_precision_of(gradient: Tensor | None) -> Tensor | None:
@@ -334,14 +321,14 @@ def make_announcement(sharding: "FullSharding") -> Any:
     FSDP2 misses it if none of its layers takes part. Micro-batches may continue with this hook, which only tells. It
     refers weakly: the garbage collector does not see hooks, and would leak a cycle of tensor, hook and owner.
     """
-    hook: Any = partial(_announce, weakref.ref(sharding))
-    hook.only_tells = True
-    return hook
+    owner = weakref.ref(sharding)
 
+    def announce(_: Tensor) -> None:
+        if (sharding := owner()) is not None and sharding.is_inside:
+            announce_backward(sharding.module)
 
-def _announce(sharding: "weakref.ref[FullSharding]", _: Tensor) -> None:
-    if (owner := sharding()) is not None and owner.is_inside:
-        announce_backward(owner.module)
+    announce.only_tells = True  # type: ignore[attr-defined]
+    return announce
 
 
 class ShardedParameter(ParameterBase):
@@ -547,7 +534,7 @@ class ShardedParameter(ParameterBase):
         else:
             nothing = torch.full((), torch.nan, dtype=shard.dtype)
             shard.grad = proxy = wrap_like(nothing.expand(gradient.shape), shard)
-            keep_low_precision(proxy, gradient)
+            vars(proxy)[_LOW_PRECISION], vars(proxy)[_FACTORS] = gradient, []  # until upcast
             self._low_precision = weakref.ref(proxy)
             self.watch_gradient()
 
@@ -563,7 +550,3 @@ class ShardedParameter(ParameterBase):
         if gradient is not None:
             held = weakref.ref(gradient)
             watch([gradient], lambda: upcast(held()))
-
-    def upcast_gradient(self) -> None:
-        """Upcast the 16-bit gradient."""
-        upcast(self.low_precision_gradient)
