@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -119,8 +120,9 @@ class LeanMixedPrecision(MixedPrecision):
         hold_lr_on_overflow: bool = True,
         max_consecutive_overflows: int | None = 30,
         on_overflow_limit: OnLimit = "error",
-        scaler: torch.amp.GradScaler | None = None,
+        scaler: GradScaler | None = None,
     ) -> None:
+        given = locals()
         check_choice("LeanMixedPrecision(precision)", precision, get_args(Choice))
         check_choice("LeanMixedPrecision(parameters)", parameters, get_args(Parameters))
         check_choice("LeanMixedPrecision(on_overflow_limit)", on_overflow_limit, get_args(OnLimit))
@@ -128,15 +130,9 @@ class LeanMixedPrecision(MixedPrecision):
             check_layers("LeanMixedPrecision(fp32_modules)", fp32_modules)
         if max_consecutive_overflows is not None:
             check_positive_int("LeanMixedPrecision(max_consecutive_overflows)", max_consecutive_overflows)
-        kinds = torch.amp.GradScaler | None
-        check_kind("LeanMixedPrecision(scaler)", scaler, kinds, "a torch.amp.GradScaler or None")
-        for name, flag in (
-            ("low_precision_norms", low_precision_norms),
-            ("recast_in_backward", recast_in_backward),
-            ("check_updates", check_updates),
-            ("hold_lr_on_overflow", hold_lr_on_overflow),
-        ):
-            check_bool(f"LeanMixedPrecision({name})", flag)
+        check_kind("LeanMixedPrecision(scaler)", scaler, GradScaler | None, "a torch.amp.GradScaler or None")
+        for name in ("low_precision_norms", "recast_in_backward", "check_updates", "hold_lr_on_overflow"):
+            check_bool(f"LeanMixedPrecision({name})", given[name])
         patterns = (fp32_modules,) if isinstance(fp32_modules, str | type) else tuple(fp32_modules)
         if "auto" in patterns:
             raise ValueError("LeanMixedPrecision(fp32_modules) cannot be 'auto': name the modules that need float32.")
@@ -190,7 +186,7 @@ class LeanMixedPrecision(MixedPrecision):
         if not self._has_fallen_back:  # else evaluations compute as the fit did in the end
             self.precision = precision
             is_scaled = precision == "16-mixed"
-            self.scaler = self.scaler or self._given_scaler or torch.amp.GradScaler(self.device) if is_scaled else None
+            self.scaler = self.scaler or self._given_scaler or GradScaler(self.device) if is_scaled else None
         return module
 
     def _refuse_trainer(self, trainer: pl.Trainer, *, is_training: bool) -> None:
@@ -243,10 +239,9 @@ class LeanMixedPrecision(MixedPrecision):
     def forward_context(self) -> Generator[None, None, None]:
         settings = self.settings
         mixes_layers = bool(settings.fp32_modules) or settings.low_precision_norms or settings.is_lean
-        is_skipped = mixes_layers and self.device != "cuda"
         with (
             self.autocast_context_manager(),
-            without_fast_path() if is_skipped else nullcontext(),
+            without_fast_path() if mixes_layers and self.device != "cuda" else nullcontext(),
             self._run.in_step() if self._run is not None else nullcontext(),
         ):
             yield
