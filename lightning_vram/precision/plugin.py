@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -25,7 +24,7 @@ from lightning_vram.core.layers import LayerPattern, check_layers
 from lightning_vram.core.patching import without_fast_path
 from lightning_vram.memory.device.accelerators import current_kind, has_native_bf16
 from lightning_vram.precision.run import PrecisionRun, Settings, is_logging, log_of_step
-from lightning_vram.private_names.lightning import call_after_closure, is_searching_rate
+from lightning_vram.private_names.lightning import call_after_closure, is_searching_rate, refuse_callbacks
 from lightning_vram.techniques.mixed_precision import LossScaling
 
 Choice = Literal["auto", "bf16", "fp16", "bf16-mixed", "16-mixed"]  # of a user
@@ -37,9 +36,9 @@ _PRECISIONS: dict[str, Precision16] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 _DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _LIGHTNINGS = "MixedPrecision"
 _OTHERS = ("LeanMixedPrecision", _LIGHTNINGS, "FSDPPrecision")  # Lightning keeps states by the name of the class
-_REFUSED_CALLBACKS: dict[type[pl.Callback], str] = {
-    StochasticWeightAveraging: "averages weights that bfloat16 has rounded. Use WeightAveraging, or parameters='fp32'",
-    ModelPruning: "puts other parameters, in float32, and masks into the module. Use parameters='fp32'",
+_REFUSED_CALLBACKS = {
+    "StochasticWeightAveraging": "averages weights that bfloat16 has rounded: use WeightAveraging, or 'fp32'",
+    "ModelPruning": "puts other parameters, in float32, and masks into the module: use 'fp32'",
 }
 
 
@@ -202,12 +201,9 @@ class LeanMixedPrecision(MixedPrecision):
                 "LeanMixedPrecision does not work with DeepSpeedStrategy, which casts, scales and clips by itself. Use "
                 "Trainer(precision=...) there, or another strategy here."
             )
-        for kind, why in _REFUSED_CALLBACKS.items() if is_training and self.settings.is_lean else ():
-            if any(isinstance(callback, kind) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-                raise MisconfigurationException(
-                    f"LeanMixedPrecision(parameters={self.settings.parameters!r}) does not work with {kind.__name__}, "
-                    f"which {why}."
-                )
+        if is_training and self.settings.is_lean:
+            name = f"LeanMixedPrecision(parameters={self.settings.parameters!r})"
+            refuse_callbacks(name, trainer, _REFUSED_CALLBACKS)
 
     @override
     def connect(

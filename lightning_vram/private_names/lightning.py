@@ -29,6 +29,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -276,6 +277,16 @@ last_checkpoints: Callable[[ModelCheckpoint, pl.Trainer], set[str]] = ModelCheck
 
 average_of: Callable[[WeightAveraging], AveragedModel | None] = attrgetter("_average_model")
 """Return the average; ``None`` before the first fit."""
+
+
+def refuse_callbacks(name: str, trainer: pl.Trainer, reasons: Mapping[str, str]) -> None:
+    """Refuse callbacks that ``name`` does not work with; ``reasons``: why, by the name of their class or a base."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        why = next((reasons[kind.__name__] for kind in type(callback).__mro__ if kind.__name__ in reasons), None)
+        if why is not None:
+            raise MisconfigurationException(
+                f"{name} does not work with {type(callback).__name__}, which {why}. Leave one out."
+            )
 
 
 def averaging_callbacks(trainer: pl.Trainer | None) -> list[WeightAveraging]:

@@ -548,7 +548,7 @@ def test_averages_of_rounded_parameters_are_refused(make_trainer):
     with pytest.raises(
         MisconfigurationException,
         match=r"^LeanMixedPrecision\(parameters='bf16\+split'\) does not work with StochasticWeightAveraging, which "
-        r"averages weights that bfloat16 has rounded\. Use WeightAveraging, or parameters='fp32'\.$",
+        r"averages weights that bfloat16 has rounded: use WeightAveraging, or 'fp32'\. Leave one out\.$",
     ):
         fit(build(TinyCNN), make_trainer(plugins=[plugin], callbacks=[StochasticWeightAveraging(1e-2)]))
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -34,7 +34,7 @@ from lightning_vram.private_names.fsdp2 import (
     place_of,
     shards_integers,
 )
-from lightning_vram.private_names.lightning import saves_folders
+from lightning_vram.private_names.lightning import refuse_callbacks, saves_folders
 from lightning_vram.techniques.quantize_frozen_weights import (
     MIN_BLOCK_SIZE,
     Library,
@@ -71,10 +71,11 @@ def _full_precision_names(given: Mapping[str, Any], own: Mapping[str, Any]) -> l
 
 
 _NAME, _SEED = "QuantizeFrozenWeights", 0
-_REFUSED = (
-    (BaseFinetuning, "unfreezes layers: a quantized weight cannot be trained"),
-    ((WeightAveraging, StochasticWeightAveraging), "cannot average quantized weights"),
-)
+_REFUSED = {
+    "BaseFinetuning": "unfreezes layers: a quantized weight cannot be trained",
+    "WeightAveraging": "cannot average quantized weights",
+    "StochasticWeightAveraging": "cannot average quantized weights",
+}
 
 
 class QuantizeFrozenWeights(FitTechnique):
@@ -314,12 +315,7 @@ def _check_run(callback: Callback, trainer: pl.Trainer, *, has_frozen: bool) -> 
             f"{whole_files}, or save='all'."
         )
     refuse_several(trainer, type(callback), f"Two {_NAME} in one Trainer: leave one out.")
-    for other in trainer.callbacks:  # type: ignore[attr-defined]
-        why = next((why for kinds, why in _REFUSED if isinstance(other, kinds)), None)
-        if why is not None:
-            raise MisconfigurationException(
-                f"{_NAME} does not work with {type(other).__name__}, which {why}. Leave one out."
-            )
+    refuse_callbacks(_NAME, trainer, _REFUSED)
 
 
 def _check_memory(trainer: pl.Trainer) -> None:

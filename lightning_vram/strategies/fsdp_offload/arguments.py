@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -20,10 +19,15 @@ from lightning_vram.argument_checks import check_bool, check_choice, check_posit
 from lightning_vram.memory.device.accelerators import has_cache
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.precision import LeanMixedPrecision
+from lightning_vram.private_names.lightning import refuse_callbacks
 
 Offload = Literal["params", "optimizer", "none"]
 NAME = "FSDPOffloadStrategy"
 _ON_HOST = ("pin_memory", "bind_to_numa_node", "master", "host_state", "nvme_path")  # of what is on the host
+_REFUSED = {
+    "StochasticWeightAveraging": "copies parameters, and these are shards: average with WeightAveraging",
+    "ModelPruning": "replaces parameters, and these are shards: prune with 'ddp' or a single device",
+}
 OF_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 
 
@@ -93,12 +97,7 @@ def _read_timeout(timeout: Any) -> timedelta:
 
 def check_run(trainer: pl.Trainer, device: torch.device, device_bytes: Any, name: str) -> None:
     """Refuse unsupported callbacks, and ``device_bytes="auto"`` without allocator statistics."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging | ModelPruning):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} does not work with {name}: it copies or replaces parameters, and these are "
-                "shards. Average with WeightAveraging; prune with 'ddp' or a single device."
-            )
+    refuse_callbacks(name, trainer, _REFUSED)
     if device_bytes == "auto" and not has_cache(device):
         raise MisconfigurationException(
             f"{name}(device_bytes='auto') measures free device memory, and {device} has no allocator statistics. Give "

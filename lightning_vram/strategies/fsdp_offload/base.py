@@ -186,10 +186,11 @@ class BaseStrategy(PlainStrategy):
 
     def _named(self, phase: str) -> naming_lost_peers:
         """Name step and phase in errors about a lost rank."""
-        return naming_lost_peers(self.global_rank, self.world_size, lambda: f"step {self._count_steps()}, {phase}")
 
-    def _count_steps(self) -> int:
-        return self._trainer.global_step if self._trainer is not None else 0
+        def describe() -> str:
+            return f"step {0 if self._trainer is None else self._trainer.global_step}, {phase}"
+
+        return naming_lost_peers(self.global_rank, self.world_size, describe)
 
     # --- steps ---
 

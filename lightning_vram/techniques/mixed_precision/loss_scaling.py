@@ -5,8 +5,7 @@ The stage of an optimizer in the scaler says what its gradients are: scaled by t
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,26 +22,18 @@ from lightning_vram.private_names.torch import optimizer_states, scale_of, set_s
 def unscale_part(scaler: GradScaler, parameters: list[Tensor]) -> list[Tensor]:
     """Unscale the gradients of some ``parameters`` of an optimizer; return tensors that are > 0 for an inf or nan."""
     checks: list[Tensor] = []
+    scale = scale_of(scaler)
     for alike in _by_layout(parameters):
         part = cast(Optimizer, SimpleNamespace(param_groups=[{"params": alike}]))
+        # A D2H copy that waits: GradScaler copies it to the host without waiting, and uses it at once.
+        set_scale(scaler, None if scale is None else scale.to(alike[0].device))
         try:
-            with _scale_on(alike[0].device, scaler):
-                type(scaler).unscale_(scaler, part)  # past a MethodPatch
+            type(scaler).unscale_(scaler, part)  # past a MethodPatch
         finally:
+            set_scale(scaler, scale)
             state = optimizer_states(scaler).pop(id(part), {"found_inf_per_device": {}})
         checks += state["found_inf_per_device"].values()
     return checks
-
-
-@contextmanager
-def _scale_on(device: torch.device, scaler: GradScaler) -> Iterator[None]:
-    """Move the scale to the gradients: GradScaler copies it to the host without waiting, and uses it at once."""
-    scale = scale_of(scaler)
-    set_scale(scaler, None if scale is None else scale.to(device))  # a D2H copy that waits
-    try:
-        yield
-    finally:
-        set_scale(scaler, scale)
 
 
 def _by_layout(parameters: list[Tensor]) -> Iterable[list[Tensor]]:

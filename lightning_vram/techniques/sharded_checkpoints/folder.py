@@ -155,8 +155,13 @@ def check_folder(folder: Path, part: int = 0, num_parts: int = 1) -> None:
         written = sorted((-entry["num_bytes"], name, entry["crc32"]) for name, entry in entries.items())
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{CHECKSUM_FILE} is damaged. {_WAY_OUT}") from error
-    for negative_bytes, name, crc32 in written[part::num_parts]:  # the largest first
-        _check_file(folder / name, -negative_bytes, crc32)
+    for _, name, crc32 in written[part::num_parts]:  # the largest first
+        found = 0
+        with (folder / name).open("rb", buffering=0) as file:
+            while data := file.read(_CHUNK_BYTES):
+                found = zlib.crc32(data, found)
+        if found != crc32:
+            raise CheckpointError(f"{name} is damaged: its checksum differs. {_WAY_OUT}")
 
 
 def check_archive(path: Path, part: int = 0, num_parts: int = 1) -> None:
@@ -180,17 +185,6 @@ def is_archive(path: Path) -> bool:
     """Whether a file is a zip archive of ``torch.save``, which can be memory-mapped."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
-
-
-def _check_file(path: Path, num_bytes: int, crc32: int) -> None:
-    size, found = path.stat().st_size, 0
-    if size != num_bytes:
-        raise CheckpointError(f"{path.name} is damaged: it has {size} bytes instead of {num_bytes}. {_WAY_OUT}")
-    with path.open("rb", buffering=0) as file:
-        while data := file.read(_CHUNK_BYTES):
-            found = zlib.crc32(data, found)
-    if found != crc32:
-        raise CheckpointError(f"{path.name} is damaged: its checksum differs. {_WAY_OUT}")
 
 
 class _WatchedFile(io.BufferedWriter):

@@ -37,12 +37,7 @@ from lightning_vram.private_names.fsdp2 import (
     set_own_shard,
     wrap_like,
 )
-from lightning_vram.private_names.torch import (
-    accumulation_hooks,
-    gradient_hooks,
-    local_shard_of,
-    tree_leaves,
-)
+from lightning_vram.private_names.torch import accumulation_hooks, gradient_hooks, local_shard_of, tree_leaves
 
 if TYPE_CHECKING:
     from lightning_vram.techniques.sharding.apply import FullSharding

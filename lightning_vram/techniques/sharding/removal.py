@@ -9,15 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.tensors.properties import WHOLE_LAYOUT, sharded_modules, stored_as
-from lightning_vram.private_names.fsdp2 import (
-    MARKS,
-    can_reset,
-    discard_step,
-    groups_of,
-    is_root,
-    place_of,
-    put_back,
-)
+from lightning_vram.private_names.fsdp2 import MARKS, can_reset, discard_step, groups_of, is_root, place_of, put_back
 from lightning_vram.private_names.torch import ConvBase, local_shard_of, own_buffers, own_parameters
 from lightning_vram.techniques.sharding.group import ShardedGroup
 

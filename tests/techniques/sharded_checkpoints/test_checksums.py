@@ -102,9 +102,8 @@ def test_what_was_cut_off_is_named(one_rank: None, tmp_path: Path):
     save(net, folder, sharded=True)
     file.write_bytes(file.read_bytes()[:-100])
     assert refusal(file, net, sharded=False) == f"a.ckpt is damaged (File is not a zip file). {WAY_OUT}"
-    size = (folder / "meta.pt").stat().st_size
     (folder / "meta.pt").write_bytes(b"")
-    assert refusal(folder, net, sharded=True) == (f"meta.pt is damaged: it has 0 bytes instead of {size}. {WAY_OUT}")
+    assert refusal(folder, net, sharded=True) == f"meta.pt is damaged: its checksum differs. {WAY_OUT}"
 
 
 def test_ranks_share_the_entries(tmp_path: Path):
