@@ -422,11 +422,6 @@ def resolve_precision(choice: Precision16 | None, device_type: str) -> Precision
             f"{device_type!r} devices: {str(error).rstrip('.')}. Use {other!r}, or Trainer(precision='32-true') "
             "without this plugin."
         ) from error
-    if choice == "bf16-mixed" and not has_native_bf16(device_type):
-        rank_zero_warn(
-            f"LeanMixedPrecision(precision='bf16'): this {device_type} device emulates bfloat16, which is slow. 'auto' "
-            "would choose float16 with loss scaling."
-        )
     return precision
 
 

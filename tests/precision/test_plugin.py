@@ -85,12 +85,6 @@ def test_auto_is_fp16_with_a_scaler_where_bf16_is_emulated(make_trainer, monkeyp
     assert plugin.scaler.get_scale() == 65536
 
 
-def test_emulated_bf16_is_warned_about(make_trainer, monkeypatch):
-    monkeypatch.setattr("lightning_vram.precision.plugin.has_native_bf16", lambda device_type: False)
-    with pytest.warns(UserWarning, match="emulates bfloat16, which is slow"):
-        fit(build(), make_trainer(plugins=[LeanMixedPrecision("bf16")]))
-
-
 class BackwardWithoutAutocast(MixedPrecision):
     """Lightning's, but for the backward of manual optimization: under autocast attention has other gradients."""
 

@@ -58,34 +58,22 @@ class ShardingOptions:
 
 
 class FullSharding:
-    """Shards ``module`` in place, until :meth:`remove`.
+    """Shards ``module``, on the host or the meta device, in place, until :meth:`remove`.
 
     Meta layers are materialized group by group, so that at most one group is whole. Layers that are already sharded
-    stay as they are.
-
-    Args:
-        module: On the host, or on the meta device.
-        mesh: Of one dimension, or of two: replicas and shards.
-        plan: Which layers are gathered together.
-        options: How shards are stored.
-
-    Attributes:
-        groups: In the order of the module.
-        home: Device of the shards that are not on the accelerator.
-        on_landed: Called in another thread when gradients of a group are on the host; may be set.
-        is_inside: Whether a whole training step runs within the root's forward.
+    stay as they are. ``mesh``: of one dimension, or of two, replicas and shards.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, options: ShardingOptions) -> None:
         self.module, self.mesh = module, mesh
         self.device = _device_of(mesh.device_type)
-        self.home = torch.device("cpu") if options.on_host else self.device
+        self.home = torch.device("cpu") if options.on_host else self.device  # of shards not on the accelerator
         self.options = options
         self.buffers = HostBuffers(pin_memory=options.pin_memory)
         self.landing = HostWorker("landing gradients", options.num_threads) if options.on_host else None
-        self.groups: list[ShardedGroup] = []
-        self.on_landed: Callable[[ShardedGroup], None] | None = None
-        self.is_inside = False
+        self.groups: list[ShardedGroup] = []  # in the order of the module
+        self.on_landed: Callable[[ShardedGroup], None] | None = None  # by another thread: gradients are on the host
+        self.is_inside = False  # whether a whole training step runs within the root's forward
         self._whole = WholeParameters(module)
         self._sharded: dict[nn.Module, Place] = {}
         self.shards: Mapping[nn.Parameter, nn.Parameter] = self._whole.shards  # of the parameters before
@@ -336,8 +324,7 @@ class UsedParameters:
     def settle(self, noted: Sequence[bool] = ()) -> list[bool]:
         """Give every parameter the gradient it would have on one rank. A collective, except on one rank.
 
-        ``noted``: further flags, equally many on all ranks; returns for each whether any rank has set it.
-        ``RuntimeError`` on all ranks if they gathered other groups, or in another order.
+        ``noted``: further flags; returns for each whether any rank has set it.
         """
         order, self.order = self.order, 0
         if self._num_ranks == 1:
@@ -402,9 +389,8 @@ class LayerCalls:
 class LowPrecisionTrial:
     """Decides which flat shards that autocast would cast are transferred in 16 bits, by calls of layers in a batch.
 
-    Until the end of the first batch that calls layers of a flat shard it is transferred in 32 bits: its gradients must
-    be exact in 16. Layers that were not called are counted on. Afterwards, and in compiled code, only calls of groups
-    are counted.
+    Until the end of the first batch that calls its layers it is transferred in 32 bits: its gradients must be exact in
+    16. Layers that were not called are counted on. Afterwards, and in compiled code, only calls of groups are counted.
     """
 
     def __init__(self, root: nn.Module, groups: Iterable[ShardedGroup]) -> None:

@@ -34,12 +34,6 @@ class FlatShard:
         is_resident: Whether a copy stays on the device.
         is_split: Whether fp32 shards on the host with bf16 transfers are stored as a bf16 half and a remainder. They
             have memory of their own only from :meth:`open` to :meth:`refresh`, and while other code holds it.
-
-    Attributes:
-        shards: The flat shard; ``None`` while only ``split`` is stored.
-        resident: The copy on the device, if any.
-        seen_in_fp32: Whether code has written to its group in a step, or computed with its parameters in fp32.
-        may_grow: Whether the copy becomes larger when weights turn out to need fp32, or is dropped.
     """
 
     def __init__(  # noqa: PLR0913 - one caller
@@ -54,9 +48,11 @@ class FlatShard:
         is_split: bool = False,
     ) -> None:
         self.parameters, self.dtype, self.device = list(parameters), dtype, device
-        self.is_fp32 = self.is_on_trial = self.needs_fp32 = self.seen_in_fp32 = False
+        self.is_fp32 = self.is_on_trial = self.needs_fp32 = False
+        self.seen_in_fp32 = False  # written in a step, or computed with in fp32
         self._sizes = [parameter.memory.numel() for parameter in parameters]
         self.numel: int = sum(self._sizes)
+        # ``None`` while only ``split`` is stored
         self.shards: Tensor | None = _gather(parameters, self._sizes, home, pin_memory=pin_memory)
         self.own_dtype, self.own_device = self.shards.dtype, self.shards.device
         self.is_split = is_split and (self.own_dtype, dtype) == (torch.float32, torch.bfloat16)
@@ -66,7 +62,7 @@ class FlatShard:
         is_low_precision = self.has_low_precision and home != device and not self.is_split
         self._low_precision = make_host_tensor(self.numel, dtype, pin_memory=pin_memory) if is_low_precision else None
         self.resident = self._make_copy() if is_resident else None
-        self.may_grow = True
+        self.may_grow = True  # whether the copy becomes larger when weights turn out to need fp32, or is dropped
         self._seen = -1  # version of the shards that the copies are of
         self._fetched: torch.Event | None = None
         self._arrived: torch.Event | None = None

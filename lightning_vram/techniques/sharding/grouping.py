@@ -138,15 +138,10 @@ _MIN_PARAMS = 1_000_000
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What to call ``fully_shard`` with.
+    """What to call ``fully_shard`` with."""
 
-    Attributes:
-        groups: Names of modules, one tuple per call, nested groups first; the root, sharded last, is in none.
-        replicated: All names of parameters without a dimension or elements, which FSDP2 cannot shard.
-    """
-
-    groups: tuple[tuple[str, ...], ...]
-    replicated: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...]  # modules by name, for each call, nested ones first; the root is in none
+    replicated: tuple[str, ...]  # all names of parameters without a dimension or elements, which FSDP2 cannot shard
 
 
 def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: int = _MIN_PARAMS) -> ShardingPlan:

@@ -145,10 +145,7 @@ def discard_failed_iteration(module: nn.Module) -> None:
     Call it outside the ``except`` block, when nothing holds the graph, on every rank: all must have failed or given up
     at the same collective. Afterwards parameters are sharded. Gradients accumulated unreduced
     (``set_requires_gradient_sync(False)``) are lost; gradients of shards stay, some with those of the failed backward:
-    save them before and put them back.
-
-    Raises:
-        RuntimeError: If ``module`` is only a part of an FSDP2 model.
+    save them before and put them back. ``module`` must not be a part of an FSDP2 model.
     """
     parts = list(sharded_modules(module))
     inner = {part for outer in parts for part in sharded_modules(outer) if part is not outer}

@@ -126,12 +126,8 @@ def meet_errors(folder: Path, sharded: bool) -> None:
     dist.barrier()
     with pytest.raises(CheckpointError) as caught:
         store.open(other_path)
-    assert str(caught.value) == f"The checkpoint {other_path} could not be read: " + (
-        ".metadata is damaged: its checksum differs. Resume from another checkpoint, or load "
-        "this one without the check: verify=False."
-        if sharded
-        else "other.ckpt is damaged or not a checkpoint (UnpicklingError: Unsupported operand 110)"
-    )
+    damaged = (".metadata" if sharded else "other.ckpt") + " is damaged or not a checkpoint (UnpicklingError: "
+    assert str(caught.value).startswith(f"The checkpoint {other_path} could not be read: {damaged}")
 
 
 def fail_as_a_full_disk(*arguments: object, **options: object) -> None:
