@@ -178,7 +178,7 @@ class LeanMixedPrecision(MixedPrecision):
         precision = resolve_precision(self._choice, self.device)
         scaler = self._given_scaler if self._choice else None
         _check_combination(precision, self.settings, scaler)
-        self._run = PrecisionRun(module, trainer, self.settings, is_training)
+        self._run = PrecisionRun(module, trainer, self.settings, is_training=is_training)
         if is_training:
             self._has_fallen_back, self._ended = False, {}
             self._num_consecutive = 0

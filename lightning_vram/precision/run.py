@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -151,32 +151,28 @@ def refuse_optimizers(module: nn.Module, optimizers: Sequence[Optimizer]) -> Non
 _CURRENT = "current_model_state"
 
 
-@dataclass(eq=False)
 class PrecisionRun:
-    """One run, with all that it changes, and the undo. If one of the changes cannot be made, nothing is changed."""
+    """One run, with all that it changes, and the undo. If one of the changes cannot be made, nothing is changed.
 
-    module: pl.LightningModule
-    trainer: pl.Trainer
-    settings: Settings
-    is_training: bool  # otherwise only what changes results is done
-    lean: LeanParameters | None = None
-    scaling: LossScaling | None = None  # in float16, while it trains
-    has_skipped: bool = False  # whether the last optimizer step overflowed
-    is_in_step: bool = False
-    has_warned: bool = False  # whether the first training step is over
-    _islands: Float32Islands = field(init=False)
-    _island_names: dict[nn.Module, str] = field(init=False)
-    _inside: set[nn.Module] = field(init=False)  # the islands, and what is in them
-    _undo: ExitStack = field(default_factory=ExitStack)
-    _undo_scaling: ExitStack = field(default_factory=ExitStack)
+    ``is_training``: otherwise only what changes results is done.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, module: pl.LightningModule, trainer: pl.Trainer, settings: Settings, *, is_training: bool
+    ) -> None:
+        self.module, self.trainer, self.settings, self.is_training = module, trainer, settings, is_training
+        self.lean: LeanParameters | None = None
+        self.scaling: LossScaling | None = None  # in float16, while it trains
+        self.has_skipped = self.has_warned = False  # the last optimizer step overflowed; a training step is over
+        self.is_in_step = False
+        self._undo_scaling = ExitStack()
         is_lean = self.is_training and self.settings.is_lean
         averages = list_averages(self.trainer, self.module) if is_lean else []
         with ExitStack() as undo:
             self._island_names = _find_islands(self.module, self.settings.fp32_modules)
             self._islands = Float32Islands(self._island_names, self.device_type)
             undo.callback(self._islands.remove)
+            # the islands, and what is in them
             self._inside = {part for island in self._island_names for part in island.modules()}
             if self.settings.low_precision_norms:
                 undo.callback(keep_norms_low(self.module, self.device_type, skip=self._inside).remove)

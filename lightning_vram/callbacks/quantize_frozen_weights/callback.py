@@ -13,8 +13,7 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -167,7 +166,22 @@ class QuantizeFrozenWeights(FitTechnique):
     def _check(self, trainer: pl.Trainer) -> None:
         if self.library == "bitsandbytes":
             import_module(self.library)  # now, not in the first forward
-        _check_run(self, trainer, has_frozen=self.save == "all")
+        refuse_moved_parameters(_NAME, trainer, "quantized weights belong to")
+        strategy: Any = trainer.strategy
+        if hasattr(type(strategy), "device_mesh") and not shards_integers:  # ModelParallelStrategy, fsdp_offload
+            raise MisconfigurationException(
+                f"{_NAME} with {type(strategy).__name__} needs torch >= 2.13, got {torch.__version__}, whose FSDP2 "
+                "shards no integers: use 'ddp' or a single device."
+            )
+        is_parallel, ours = isinstance(strategy, ModelParallelStrategy), getattr(strategy, "arguments", None)
+        is_folder = saves_folders(strategy) if is_parallel else getattr(ours, "state_dict_type", "full") == "sharded"
+        if self.save == "trainable" and is_folder:
+            raise MisconfigurationException(
+                f"{_NAME}(save='trainable') does not work with sharded checkpoints, which need all parameters: save "
+                "full ones, or use save='all'."
+            )
+        refuse_several(trainer, type(self), f"Two {_NAME} in one Trainer: leave one out.")
+        refuse_callbacks(_NAME, trainer, _REFUSED)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -184,10 +198,15 @@ class QuantizeFrozenWeights(FitTechnique):
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
-        _check_memory(trainer)
+        module = trainer.lightning_module
+        if isinstance(trainer.strategy, ModelParallelStrategy) and has_meta(module):
+            raise MisconfigurationException(
+                f"{_NAME} does not work with {type(trainer.strategy).__name__} where configure_model leaves layers on "
+                "the meta device: Lightning would empty the quantized ones, too. Make them on the host, or in "
+                "__init__, or use strategy='fsdp_offload'."
+            )
         self._quantize(trainer)
         assert self._quantized is not None
-        module = trainer.lightning_module
         for part in filter(is_sharded, module.modules()):
             _fit_shards(part)
         _report(self._quantized, module, is_fit=trainer.training)
@@ -297,41 +316,3 @@ def _report(quantized: QuantizedLayers, module: nn.Module, *, is_fit: bool) -> N
             f"QuantizeFrozenWeights does nothing: {type(module).__name__} has no frozen Linear, Conv or Embedding with "
             "4096 weights or more. Freeze with requires_grad_(False) in __init__, setup or configure_model."
         )
-
-
-def _check_run(callback: Callback, trainer: pl.Trainer, *, has_frozen: bool) -> None:
-    """Refuse what cannot work, in the ``setup`` hooks, before anything has changed."""
-    refuse_moved_parameters(_NAME, trainer, "quantized weights belong to")
-    strategy = type(trainer.strategy)
-    if hasattr(strategy, "device_mesh") and not shards_integers:  # ModelParallelStrategy, fsdp_offload
-        raise MisconfigurationException(
-            f"{_NAME} with {strategy.__name__} needs torch >= 2.13, got {torch.__version__}, whose FSDP2 shards no "
-            "integers: use 'ddp' or a single device."
-        )
-    whole_files = None if has_frozen else _how_to_save_whole(trainer.strategy)
-    if whole_files is not None:
-        raise MisconfigurationException(
-            f"{_NAME}(save='trainable') does not work with sharded checkpoints, which need all parameters: use "
-            f"{whole_files}, or save='all'."
-        )
-    refuse_several(trainer, type(callback), f"Two {_NAME} in one Trainer: leave one out.")
-    refuse_callbacks(_NAME, trainer, _REFUSED)
-
-
-def _check_memory(trainer: pl.Trainer) -> None:
-    """Refuse meta layers of ``configure_model`` where Lightning empties all layers to materialize them."""
-    if isinstance(trainer.strategy, ModelParallelStrategy) and has_meta(trainer.lightning_module):
-        raise MisconfigurationException(
-            f"{_NAME} does not work with {type(trainer.strategy).__name__} where configure_model leaves layers on the "
-            "meta device: Lightning would empty the quantized ones, too. Make them on the host, or in __init__, or use "
-            "strategy='fsdp_offload'."
-        )
-
-
-def _how_to_save_whole(strategy: Strategy) -> str | None:
-    """What to set if the strategy saves folders; ``None``: it does not."""
-    if isinstance(strategy, ModelParallelStrategy):
-        return f"{type(strategy).__name__}(save_distributed_checkpoint=False)" if saves_folders(strategy) else None
-    arguments = getattr(strategy, "arguments", None)  # of fsdp_offload
-    is_folder = getattr(arguments, "state_dict_type", "full") == "sharded"
-    return f"{type(strategy).__name__}(state_dict_type='full')" if is_folder else None

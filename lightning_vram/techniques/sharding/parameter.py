@@ -341,22 +341,20 @@ class ShardedParameter(ParameterBase):
     wants_gradient: bool
     is_counted = False  # whether calls of its layer are; compiled code rounds gradients otherwise
     version: int  # of the gathered parameter, when it was gathered
-    sent: Tensor | None  # a gradient in transfer
-    buffer: Tensor | None  # where it goes, flat; ``None`` if it is on the host already
-    is_reducing: bool  # in FSDP2
-    _held: Any  # the gradient that is set aside during a reduction
-    _has_landed: bool
+    sent: Tensor | None = None  # a gradient in transfer
+    buffer: Tensor | None = None  # where it goes, flat; ``None`` if it is on the host already
+    is_reducing = False  # in FSDP2
+    _held: Any = None  # the gradient that is set aside during a reduction
+    _has_landed = False
     _is_hooked: bool
-    _proxy: Any  # a gradient for FSDP2 to set
-    _low_precision: "weakref.ref[Tensor] | None"  # the last gradient in 16 bit
+    _proxy: Any = None  # a gradient for FSDP2 to set
+    _low_precision: "weakref.ref[Tensor] | None" = None  # the last gradient in 16 bit
 
     def take_over(self, group: "ShardedGroup", flat_shard: "FlatShard", announcement: Any) -> None:
         """Initialize."""
         look_past_attribute(self)
         self.begin()
         self.group, self.flat_shard, self.announcement = group, flat_shard, announcement
-        self.sent = self.buffer = self._held = self._proxy = self._low_precision = None
-        self.is_reducing = self._has_landed = False
         self.wants_gradient = self.sharded_param.requires_grad
         own(self.sharded_param, self)
 
