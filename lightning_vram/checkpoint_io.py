@@ -12,8 +12,7 @@ from typing import Any
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_vram.private_names.lightning import is_local
-from lightning_vram.techniques.sharded_checkpoints import read_values, write_file
+from lightning_vram.techniques.sharded_checkpoints import local_path, read_values, write_file
 
 
 class StreamedCheckpointIO(TorchCheckpointIO):
@@ -40,10 +39,11 @@ class StreamedCheckpointIO(TorchCheckpointIO):
             IsADirectoryError: If there is a folder of this name.
             OSError: If the file cannot be written, for example to a full disk. A previous one is unchanged.
         """
-        if storage_options is not None or not is_local(str(path)):
+        file = local_path(str(path))
+        if storage_options is not None or file is None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        file = Path(str(path).removeprefix("file://")).absolute()
+        file = file.absolute()
         if file.is_dir():
             raise IsADirectoryError(f"{file} is a folder; a checkpoint is a file. Choose another name.")
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -15,6 +14,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -23,9 +23,8 @@ from lightning_vram.core.gradients import clip_gradient_norm
 from lightning_vram.core.layers import LayerPattern, check_layers
 from lightning_vram.core.patching import without_fast_path
 from lightning_vram.memory.device.accelerators import current_kind, has_native_bf16
-from lightning_vram.precision.run import PrecisionRun, Settings, is_logging, log_of_step, undo_interrupted_runs
-from lightning_vram.private_names.lightning import call_after_closure, is_searching_rate
-from lightning_vram.private_names.torch import can_autocast
+from lightning_vram.precision.run import PrecisionRun, Settings, is_logging, log_of_step
+from lightning_vram.private_names.lightning import call_after_closure, is_searching_rate, refuse_callbacks
 from lightning_vram.techniques.mixed_precision import LossScaling
 
 Choice = Literal["auto", "bf16", "fp16", "bf16-mixed", "16-mixed"]  # of a user
@@ -37,10 +36,9 @@ _PRECISIONS: dict[str, Precision16] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 _DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _LIGHTNINGS = "MixedPrecision"
 _OTHERS = ("LeanMixedPrecision", _LIGHTNINGS, "FSDPPrecision")  # Lightning keeps states by the name of the class
-_OVERWRITTEN = "modified by an inplace operation", "BFloat16Type"  # in an error of autograd
-_REFUSED_CALLBACKS: dict[type[pl.Callback], str] = {
-    StochasticWeightAveraging: "averages weights that bfloat16 has rounded. Use WeightAveraging, or parameters='fp32'",
-    ModelPruning: "puts other parameters, in float32, and masks into the module. Use parameters='fp32'",
+_REFUSED_CALLBACKS = {
+    "StochasticWeightAveraging": "averages weights that bfloat16 has rounded: use WeightAveraging, or 'fp32'",
+    "ModelPruning": "puts other parameters, in float32, and masks into the module: use 'fp32'",
 }
 
 
@@ -57,7 +55,6 @@ class LeanMixedPrecision(MixedPrecision):
     - A step whose gradients overflow is skipped on all ranks and logged (``vram/overflow_steps``, ``vram/loss_scale``).
       Learning rate schedulers do not count it.
     - Neither the backward nor the optimizer runs under autocast, in manual optimization either.
-    - A weight that one step uses several times is cast once per step instead of once per use.
 
     With ``parameters="bf16+..."`` weights and gradients are bfloat16 during a fit, frozen weights included; norms and
     ``fp32_modules`` stay float32. Checkpoints, and the module after the fit, hold full-precision weights in the dtype
@@ -82,8 +79,8 @@ class LeanMixedPrecision(MixedPrecision):
             optimizer state in bfloat16.
         check_updates: Log ``vram/lost_updates``, the share of weight updates that rounding discards. For
             ``"bf16+kahan"`` and ``"bf16+stochastic"`` (which is right on average); the others lose none.
-        hold_lr_on_overflow: Learning rate schedulers with ``interval="step"`` do not count skipped steps. For automatic
-            optimization.
+        hold_lr_on_overflow: Learning rate schedulers with ``interval="step"`` do not step after a skipped step. For
+            automatic optimization.
         max_consecutive_overflows: Number of skipped steps in a row that ends the run. ``None``: no limit.
         on_overflow_limit: At that number, raise an ``"error"``, or continue in ``"bf16"`` or ``"fp32"``.
         scaler: A ``torch.amp.GradScaler`` with your own settings, for fp16. ``None``: PyTorch's defaults.
@@ -122,8 +119,9 @@ class LeanMixedPrecision(MixedPrecision):
         hold_lr_on_overflow: bool = True,
         max_consecutive_overflows: int | None = 30,
         on_overflow_limit: OnLimit = "error",
-        scaler: torch.amp.GradScaler | None = None,
+        scaler: GradScaler | None = None,
     ) -> None:
+        given = locals()
         check_choice("LeanMixedPrecision(precision)", precision, get_args(Choice))
         check_choice("LeanMixedPrecision(parameters)", parameters, get_args(Parameters))
         check_choice("LeanMixedPrecision(on_overflow_limit)", on_overflow_limit, get_args(OnLimit))
@@ -131,15 +129,9 @@ class LeanMixedPrecision(MixedPrecision):
             check_layers("LeanMixedPrecision(fp32_modules)", fp32_modules)
         if max_consecutive_overflows is not None:
             check_positive_int("LeanMixedPrecision(max_consecutive_overflows)", max_consecutive_overflows)
-        kinds = torch.amp.GradScaler | None
-        check_kind("LeanMixedPrecision(scaler)", scaler, kinds, "a torch.amp.GradScaler or None")
-        for name, flag in (
-            ("low_precision_norms", low_precision_norms),
-            ("recast_in_backward", recast_in_backward),
-            ("check_updates", check_updates),
-            ("hold_lr_on_overflow", hold_lr_on_overflow),
-        ):
-            check_bool(f"LeanMixedPrecision({name})", flag)
+        check_kind("LeanMixedPrecision(scaler)", scaler, GradScaler | None, "a torch.amp.GradScaler or None")
+        for name in ("low_precision_norms", "recast_in_backward", "check_updates", "hold_lr_on_overflow"):
+            check_bool(f"LeanMixedPrecision({name})", given[name])
         patterns = (fp32_modules,) if isinstance(fp32_modules, str | type) else tuple(fp32_modules)
         if "auto" in patterns:
             raise ValueError("LeanMixedPrecision(fp32_modules) cannot be 'auto': name the modules that need float32.")
@@ -182,19 +174,18 @@ class LeanMixedPrecision(MixedPrecision):
         is_training = trainer.state.fn == TrainerFn.FITTING
         self._refuse_trainer(trainer, is_training=is_training)
         self.teardown()  # of an interrupted run
-        undo_interrupted_runs()
         self.device = trainer.strategy.root_device.type
         precision = resolve_precision(self._choice, self.device)
         scaler = self._given_scaler if self._choice else None
         _check_combination(precision, self.settings, scaler)
-        self._run = PrecisionRun(module, trainer, self.settings, is_training)
+        self._run = PrecisionRun(module, trainer, self.settings, is_training=is_training)
         if is_training:
             self._has_fallen_back, self._ended = False, {}
             self._num_consecutive = 0
         if not self._has_fallen_back:  # else evaluations compute as the fit did in the end
             self.precision = precision
             is_scaled = precision == "16-mixed"
-            self.scaler = self.scaler or self._given_scaler or torch.amp.GradScaler(self.device) if is_scaled else None
+            self.scaler = self.scaler or self._given_scaler or GradScaler(self.device) if is_scaled else None
         return module
 
     def _refuse_trainer(self, trainer: pl.Trainer, *, is_training: bool) -> None:
@@ -210,12 +201,9 @@ class LeanMixedPrecision(MixedPrecision):
                 "LeanMixedPrecision does not work with DeepSpeedStrategy, which casts, scales and clips by itself. Use "
                 "Trainer(precision=...) there, or another strategy here."
             )
-        for kind, why in _REFUSED_CALLBACKS.items() if is_training and self.settings.is_lean else ():
-            if any(isinstance(callback, kind) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-                raise MisconfigurationException(
-                    f"LeanMixedPrecision(parameters={self.settings.parameters!r}) does not work with {kind.__name__}, "
-                    f"which {why}."
-                )
+        if is_training and self.settings.is_lean:
+            name = f"LeanMixedPrecision(parameters={self.settings.parameters!r})"
+            refuse_callbacks(name, trainer, _REFUSED_CALLBACKS)
 
     @override
     def connect(
@@ -247,10 +235,9 @@ class LeanMixedPrecision(MixedPrecision):
     def forward_context(self) -> Generator[None, None, None]:
         settings = self.settings
         mixes_layers = bool(settings.fp32_modules) or settings.low_precision_norms or settings.is_lean
-        is_skipped = mixes_layers and self.device != "cuda"
         with (
             self.autocast_context_manager(),
-            without_fast_path() if is_skipped else nullcontext(),
+            without_fast_path() if mixes_layers and self.device != "cuda" else nullcontext(),
             self._run.in_step() if self._run is not None else nullcontext(),
         ):
             yield
@@ -279,19 +266,21 @@ class LeanMixedPrecision(MixedPrecision):
             try:
                 super().backward(tensor, model, optimizer, *args, **kwargs)
             except RuntimeError as error:
-                if not self.settings.is_lean or not all(part in str(error) for part in _OVERWRITTEN):
-                    raise
-                raise RuntimeError(
-                    f"LeanMixedPrecision(parameters={self.settings.parameters!r}): if an optimizer has stepped since "
-                    "this forward, it has overwritten the 16-bit weights that the backward needs. Step after all "
-                    f'backwards of a forward, or use parameters="fp32". From PyTorch: {error}'
-                ) from error
+                reads_weights = self.settings.is_lean or self.settings.recast_in_backward
+                if reads_weights and "modified by an inplace operation" in str(error):
+                    error.add_note(
+                        "If an optimizer has stepped since this forward, it has overwritten weights that the backward "
+                        "needs: step after all backwards of a forward, or use LeanMixedPrecision without parameters "
+                        "and recast_in_backward."
+                    )
+                raise
 
     @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         assert self._run is not None
+        self._run.has_skipped = False
         if torch.is_autocast_enabled(self.device):  # in manual optimization, whose closure holds a forward
             closure = self.autocast_context_manager()(closure)
         with torch.autocast(self.device, enabled=False):
@@ -344,8 +333,7 @@ class LeanMixedPrecision(MixedPrecision):
         scale = run.scaling.scaler.get_scale
         if is_logging(run.module, always=self._num_consecutive > 0):
             log_of_step(run.module, {"vram/overflow_steps": float(self._num_overflows), "vram/loss_scale": scale()})
-        if self._num_consecutive and run.paused is not None:
-            run.paused.pause()
+        run.has_skipped = self._num_consecutive > 0
         limit = self._max_consecutive
         # A search for the learning rate goes on until the training diverges.
         if limit is None or self._num_consecutive < limit or is_searching_rate(run.trainer.callbacks):  # type: ignore[attr-defined]
@@ -424,31 +412,17 @@ class LeanMixedPrecision(MixedPrecision):
 def resolve_precision(choice: Precision16 | None, device_type: str) -> Precision16:
     """Choose for a device: bf16 where its hardware computes in it, else fp16; or check what was chosen."""
     precision = choice or ("bf16-mixed" if has_native_bf16(device_type) else "16-mixed")
-    if why := _why_not(device_type, _DTYPES[precision]):
+    try:
+        with warnings.catch_warnings(action="error", category=UserWarning):  # torch only warns on some devices
+            torch.autocast(device_type, dtype=_DTYPES[precision])
+    except (RuntimeError, UserWarning) as error:
         other = "bf16" if precision == "16-mixed" else "fp16"
         raise MisconfigurationException(
             f"LeanMixedPrecision(precision={'fp16' if precision == '16-mixed' else 'bf16'!r}) does not work on "
-            f"{device_type!r} devices: {why}. Use {other!r}, or Trainer(precision='32-true') without this plugin."
-        )
-    if choice == "bf16-mixed" and not has_native_bf16(device_type):
-        rank_zero_warn(
-            f"LeanMixedPrecision(precision='bf16'): this {device_type} device emulates bfloat16, which is slow. 'auto' "
-            "would choose float16 with loss scaling."
-        )
+            f"{device_type!r} devices: {str(error).rstrip('.')}. Use {other!r}, or Trainer(precision='32-true') "
+            "without this plugin."
+        ) from error
     return precision
-
-
-def _why_not(device_type: str, dtype: torch.dtype) -> str | None:
-    """Return why autocast does not support a dtype on a device, which torch may only warn about."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            is_enabled = can_autocast(device_type, dtype)
-        except RuntimeError as error:
-            return str(error).rstrip(".")
-    if is_enabled:
-        return None
-    return str(caught[-1].message).splitlines()[0].rstrip(".") if caught else "autocast is not available"
 
 
 def _check_combination(precision: str | None, settings: Settings, scaler: object) -> None:

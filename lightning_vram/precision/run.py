@@ -1,18 +1,17 @@
 """What the plugin changes from the setup of a run to its teardown: module, averages, optimizers, schedules."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from math import gcd
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -139,80 +138,41 @@ def refuse_optimizers(module: nn.Module, optimizers: Sequence[Optimizer]) -> Non
             "LeanMixedPrecision(precision='fp16') does not work with LBFGS, which evaluates the loss several times "
             "per step, and cannot skip one that overflows. Use precision='bf16', or another optimizer."
         )
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    owners: dict[Tensor, int] = {}
-    for index, optimizer in enumerate(optimizers):
-        for parameter in iterate_parameters(optimizer):
-            owner = owners.setdefault(parameter, index)
-            if owner != index:
-                kinds = [f"{type(optimizers[place]).__name__} (number {place})" for place in (owner, index)]
-                raise MisconfigurationException(
-                    "LeanMixedPrecision(precision='fp16') does not work with optimizers that share parameters, as "
-                    f"{kinds[0]} and {kinds[1]} share {names.get(parameter, 'one')!r}: each would unscale its "
-                    "gradient. Use precision='bf16', or one optimizer with parameter groups."
-                )
-
-
-class PausedSchedules:
-    """Keeps ``lr_scheduler_step`` of a LightningModule from counting skipped steps.
-
-    Lightning steps a schedule after every batch that could have stepped the optimizer: 16 times if gradients of 12
-    batches overflowed and 4 steps were made. Schedules that count epochs are unchanged.
-    """
-
-    def __init__(self, trainer: pl.Trainer, configs: Sequence[LRSchedulerConfig]) -> None:
-        self._trainer = trainer
-        self._configs = [config for config in configs if config.interval == "step"]
-        self.num_missed = [0] * len(self._configs)  # steps of the optimizer that a schedule has to wait for
-
-    def pause(self) -> None:
-        """Count an optimizer step that was skipped."""
-        self.num_missed = [number + 1 for number in self.num_missed]
-
-    def step(self, inner: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> None:
-        """Replace ``lr_scheduler_step``, which is ``inner``."""
-        for index, config in enumerate(self._configs):
-            # optimizer steps between two of the schedule, which Lightning counts in batches
-            num_steps = config.frequency // gcd(config.frequency, self._trainer.accumulate_grad_batches)
-            if config.scheduler is scheduler and self.num_missed[index] >= num_steps:
-                self.num_missed[index] -= num_steps
-                return
-        inner(scheduler, *args, **kwargs)
+    counts = Counter(parameter for one in optimizers for parameter in set(iterate_parameters(one)))
+    for name, parameter in module.named_parameters():
+        if counts[parameter] > 1:
+            raise MisconfigurationException(
+                f"LeanMixedPrecision(precision='fp16') does not work with optimizers that share {name!r}: each would "
+                "unscale its gradient. Use precision='bf16', or one optimizer with parameter groups."
+            )
 
 
 # Key of the module's own weights in a checkpoint of Lightning's WeightAveraging, which has the average as its weights.
 _CURRENT = "current_model_state"
 
 
-_alive: WeakSet["PrecisionRun"] = WeakSet()
-
-
-@dataclass(eq=False)
 class PrecisionRun:
-    """One run, with all that it changes, and the undo. If one of the changes cannot be made, nothing is changed."""
+    """One run, with all that it changes, and the undo. If one of the changes cannot be made, nothing is changed.
 
-    module: pl.LightningModule
-    trainer: pl.Trainer
-    settings: Settings
-    is_training: bool  # otherwise only what changes results is done
-    lean: LeanParameters | None = None
-    scaling: LossScaling | None = None  # in float16, while it trains
-    paused: PausedSchedules | None = None
-    is_in_step: bool = False
-    has_warned: bool = False  # whether the first training step is over
-    _islands: Float32Islands = field(init=False)
-    _island_names: dict[nn.Module, str] = field(init=False)
-    _inside: set[nn.Module] = field(init=False)  # the islands, and what is in them
-    _undo: ExitStack = field(default_factory=ExitStack)
-    _undo_scaling: ExitStack = field(default_factory=ExitStack)
+    ``is_training``: otherwise only what changes results is done.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, module: pl.LightningModule, trainer: pl.Trainer, settings: Settings, *, is_training: bool
+    ) -> None:
+        self.module, self.trainer, self.settings, self.is_training = module, trainer, settings, is_training
+        self.lean: LeanParameters | None = None
+        self.scaling: LossScaling | None = None  # in float16, while it trains
+        self.has_skipped = self.has_warned = False  # the last optimizer step overflowed; a training step is over
+        self.is_in_step = False
+        self._undo_scaling = ExitStack()
         is_lean = self.is_training and self.settings.is_lean
         averages = list_averages(self.trainer, self.module) if is_lean else []
         with ExitStack() as undo:
             self._island_names = _find_islands(self.module, self.settings.fp32_modules)
             self._islands = Float32Islands(self._island_names, self.device_type)
             undo.callback(self._islands.remove)
+            # the islands, and what is in them
             self._inside = {part for island in self._island_names for part in island.modules()}
             if self.settings.low_precision_norms:
                 undo.callback(keep_norms_low(self.module, self.device_type, skip=self._inside).remove)
@@ -221,7 +181,6 @@ class PrecisionRun:
             if self.is_training:
                 undo.enter_context(compiled_backward_without_autocast())
             self._undo = undo.pop_all()
-        _alive.add(self)
 
     def _store_in_bf16(self, undo: ExitStack, averages: list[tuple[WeightAveraging, AveragedModel]]) -> None:
         self.lean = lean = LeanParameters(
@@ -274,13 +233,13 @@ class PrecisionRun:
             refuse_lost_updates(optimizers)
         else:
             self._attach(self.lean, optimizers)
-        # Swap classes only now: code that selects layers by their type has made its parameter groups.
-        recasts = self.settings.recast_in_backward
-        casts = WeightCasts(self.module, self.device_type, recast_in_backward=recasts, skip=self._inside)
-        self._undo.callback(casts.remove)
-        # Of all optimizers: some are made in the midst of training, and steps do not all pass the plugin.
-        hook = register_optimizer_step_post_hook(partial(_after_any_step, ref(casts)))
-        self._undo.callback(hook.remove)
+        if self.settings.recast_in_backward:
+            # Swap classes only now: code that selects layers by their type has made its parameter groups.
+            casts = WeightCasts(self.module, self.device_type, skip=self._inside)
+            self._undo.callback(casts.remove)
+            # Of all optimizers: some are made in the midst of training, and steps do not all pass the plugin.
+            hook = register_optimizer_step_post_hook(partial(_after_any_step, ref(casts)))
+            self._undo.callback(hook.remove)
         if scaler is not None:
             # One rank may have an overflow in sharded or unreduced gradients.
             over_ranks = partial(self.trainer.strategy.reduce, reduce_op="sum") if self.trainer.world_size > 1 else None
@@ -288,10 +247,17 @@ class PrecisionRun:
             for name, call in (("scale", self.scaling.scale), ("unscale_", self.unscale)):
                 self._undo_scaling.callback(MethodPatch(scaler, name, replace_by(call)).remove)
             self._undo.callback(self.end_scaling)
-            if holds_lr and self.module.automatic_optimization and schedules:
-                self.paused = PausedSchedules(self.trainer, schedules)
-                patch = MethodPatch(self.module, "lr_scheduler_step", partial(partial, self.paused.step))
+            if holds_lr and self.module.automatic_optimization:
+                by_step = [config.scheduler for config in schedules if config.interval == "step"]
+                patch = MethodPatch(self.module, "lr_scheduler_step", partial(partial, self._step_schedule, by_step))
                 self._undo.callback(patch.remove)
+
+    def _step_schedule(
+        self, by_step: list[Any], inner: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any
+    ) -> None:
+        """Replace ``lr_scheduler_step``, which is ``inner``: Lightning would count steps that were skipped."""
+        if not (self.has_skipped and scheduler in by_step):
+            inner(scheduler, *args, **kwargs)
 
     def _attach(self, lean: LeanParameters, optimizers: Sequence[Optimizer]) -> None:
         lean.attach(optimizers)
@@ -322,19 +288,13 @@ class PrecisionRun:
         if share is not None:
             log_of_step(self.module, {"vram/lost_updates": share})
 
-    @property
-    def idle_islands(self) -> list[str]:
-        """Names of ``fp32_modules`` whose ``forward`` was not called so far: nothing of them is in float32."""
-        return [self._island_names[module] for module in self._islands.idle]
-
     def warn_of_idle_islands(self) -> None:
         """Warn once, after a training step, of ``fp32_modules`` that it did not call."""
-        if self.has_warned:
-            return
+        idle = [] if self.has_warned else [self._island_names[module] for module in self._islands.idle]
         self.has_warned = True
-        if names := self.idle_islands:
+        if idle:
             rank_zero_warn(
-                f"LeanMixedPrecision(fp32_modules): the first training step did not call {', '.join(names)}. A module "
+                f"LeanMixedPrecision(fp32_modules): the first training step did not call {', '.join(idle)}. A module "
                 "that reads their weights computes in 16 bits. Name the module that is called, for example "
                 "nn.MultiheadAttention instead of its out_proj."
             )
@@ -342,7 +302,6 @@ class PrecisionRun:
     def remove(self) -> None:
         """Undo what was changed. Calling it again does nothing."""
         self._undo.close()
-        _alive.discard(self)
 
     def load_weights(self, checkpoint: Mapping[str, Any]) -> None:
         """Load weights exactly that were rounded on loading a checkpoint. Weights that user code changed stay."""
@@ -359,13 +318,10 @@ class PrecisionRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        state: dict[str, Any] = {} if self.paused is None else {"held": list(self.paused.num_missed)}
-        return state if self.lean is None else state | {"lean": {"num_steps": self.lean.num_steps}}
+        return {} if self.lean is None else {"lean": {"num_steps": self.lean.num_steps}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a checkpoint, with the parts that both have; the state of other schedules is ignored."""
-        if self.paused is not None and len(state.get("held", ())) == len(self.paused.num_missed):
-            self.paused.num_missed = list(state["held"])
+        """Resume from a checkpoint."""
         if self.lean is not None and "lean" in state:
             self.lean.num_steps = state["lean"]["num_steps"]
 
@@ -379,10 +335,3 @@ def _forward_between_steps(
     with torch.autocast(run.device_type, dtype=torch.bfloat16, cache_enabled=False):
         output = forward(*args, **kwargs)
     return cast_where(lambda leaf: isinstance(leaf, Tensor) and leaf.dtype is torch.bfloat16, torch.float32, output)
-
-
-def undo_interrupted_runs() -> None:
-    """Undo the changes of runs whose trainer was interrupted in its own teardown."""
-    for run in list(_alive):
-        if run.trainer.state.status in (TrainerStatus.INTERRUPTED, TrainerStatus.FINISHED):
-            run.remove()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.cloud_io import _atomic_save, _is_local_file_protocol, _load
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
@@ -30,6 +29,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -267,19 +267,20 @@ average_of: Callable[[WeightAveraging], AveragedModel | None] = attrgetter("_ave
 """Return the average; ``None`` before the first fit."""
 
 
+def refuse_callbacks(name: str, trainer: pl.Trainer, reasons: Mapping[str, str]) -> None:
+    """Refuse callbacks that ``name`` does not work with; ``reasons``: why, by the name of their class or a base."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        why = next((reasons[kind.__name__] for kind in type(callback).__mro__ if kind.__name__ in reasons), None)
+        if why is not None:
+            raise MisconfigurationException(
+                f"{name} does not work with {type(callback).__name__}, which {why}. Leave one out."
+            )
+
+
 def averaging_callbacks(trainer: pl.Trainer | None) -> list[WeightAveraging]:
     """Return the ``WeightAveraging`` callbacks that have an average."""
     callbacks: list[Callback] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
     return [one for one in callbacks if isinstance(one, WeightAveraging) and average_of(one) is not None]
-
-
-is_local: Callable[[str], bool] = _is_local_file_protocol  # whether a path is a local one, not a URL
-save_whole: Callable[[dict[str, Any], str], None] = _atomic_save  # write a checkpoint completely, or not at all
-
-
-def load_on_host(location: str, *, weights_only: bool | None) -> Any:
-    """Read a checkpoint from a path or URL, with its tensors on the host."""
-    return _load(location, "cpu", weights_only)
 
 
 def read_argument(cli: "LightningCLI", name: str) -> Any:

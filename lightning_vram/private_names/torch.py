@@ -318,11 +318,6 @@ STEP_IF_FINITE = "_maybe_opt_step"
 without_autocast: Any = torch._C._DisableAutocast  # make a context without autocast for any device
 
 
-def can_autocast(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether there is autocast to ``dtype``; torch warns if not. ``RuntimeError``: a device without autocast."""
-    return bool(torch.autocast(device_type, dtype=dtype)._enabled)
-
-
 def scale_of(scaler: GradScaler) -> Tensor | None:
     """Return the scale; ``None`` before the first loss, and if ``scaler`` is disabled."""
     return getattr(scaler, "_scale", None)

@@ -40,7 +40,7 @@ def test_averages_and_the_statistics_of_batch_norms_are_those_of_the_plain_run(p
     [
         (
             {"strategy": "fsdp_offload"},
-            r"^StochasticWeightAveraging does not work with FSDPOffloadStrategy: it copies or replaces parameters, ",
+            r"^FSDPOffloadStrategy does not work with StochasticWeightAveraging, which copies parameters, ",
         ),
         (
             {"plugins": [LeanMixedPrecision("bf16", parameters="bf16+split")]},

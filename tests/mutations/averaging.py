@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from lightning_vram.optimizers.averages import HostAverage
 from lightning_vram.optimizers.on_host import HostOptimizers
-from lightning_vram.techniques.sharded_checkpoints import gather_module_state
+from lightning_vram.techniques.sharded_checkpoints.states import gather_module_state
 
 
 class _Counting(Net):

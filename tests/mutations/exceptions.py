@@ -54,9 +54,8 @@ EXCEPTIONS = {
     ("optimizers.on_host", "group.steps.wait()"): (
         "what the next lines read of a pending step, its optimizer state, waits by itself"
     ),
-    ("strategies.fsdp_offload.checkpoints", "self.wait()"): _FILES,
+    ("techniques.sharded_checkpoints.store", "self.wait()"): _FILES,
     ("strategies.fsdp_offload.checkpoints", "self._store.wait()"): _FILES,
-    ("strategies.fsdp_offload.checkpoints", "store.wait()"): _FILES,
     ("strategies.fsdp_offload.strategy", "self._store.wait()"): _FILES,
     ("techniques.activation_offload.items", "self.host_copy.fetch(sent, self._place.copies.mark()).wait(sent)"): (
         "on the host only; bytes that are not there yet look as if they were written, and are sent again"

@@ -24,7 +24,7 @@ def test_auto_asks_for_hardware_not_for_emulation(is_native, precision, monkeypa
         return is_native or including_emulation
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
-    monkeypatch.setattr("lightning_vram.precision.plugin._why_not", lambda device_type, dtype: None)
+    monkeypatch.setattr(torch, "autocast", lambda device_type, dtype: None)
     assert resolve_precision(None, "cuda") == precision
 
 

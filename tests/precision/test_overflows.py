@@ -108,23 +108,11 @@ def test_the_learning_rate_waits_for_steps_that_were_skipped(holds, make_trainer
         assert torch.equal(model.weights[0], torch.full((4,), -(1 + 0.5 + 0.25 + 0.125)))
 
 
-class Every(Scripted):
-    frequency, interval = 2, "step"
-
+class EveryEpoch(Scripted):
     def configure_optimizers(self):
         configuration = super().configure_optimizers()
-        configuration["lr_scheduler"] |= {"frequency": self.frequency, "interval": self.interval}
+        configuration["lr_scheduler"]["interval"] = "epoch"
         return configuration
-
-
-class EveryEpoch(Every):
-    frequency, interval = 1, "epoch"
-
-
-def test_a_schedule_with_a_frequency_waits_for_as_many_steps(make_trainer):
-    model = Every([INF, 1.0, 1.0, INF, 1.0, 1.0, 1.0, 1.0])  # updates after batches 2, 4, 6, 8: two of eight skipped
-    trainer = train(model, make_trainer)
-    assert trainer.lr_scheduler_configs[0].scheduler.get_last_lr() == [0.5**3]
 
 
 def test_a_schedule_by_epochs_does_not_wait(make_trainer):
@@ -381,7 +369,6 @@ def test_a_run_that_went_on_in_another_format_is_evaluated_in_it(make_trainer, t
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     state = torch.load(tmp_path / "after.ckpt")["LeanMixedPrecision"]
     assert state["has_fallen_back"]
-    assert state["held"] == [0]
 
 
 def test_a_checkpoint_of_a_run_that_went_on_elsewhere_begins_a_new_count(make_trainer, tmp_path):

@@ -85,12 +85,6 @@ def test_auto_is_fp16_with_a_scaler_where_bf16_is_emulated(make_trainer, monkeyp
     assert plugin.scaler.get_scale() == 65536
 
 
-def test_emulated_bf16_is_warned_about(make_trainer, monkeypatch):
-    monkeypatch.setattr("lightning_vram.precision.plugin.has_native_bf16", lambda device_type: False)
-    with pytest.warns(UserWarning, match="emulates bfloat16, which is slow"):
-        fit(build(), make_trainer(plugins=[LeanMixedPrecision("bf16")]))
-
-
 class BackwardWithoutAutocast(MixedPrecision):
     """Lightning's, but for the backward of manual optimization: under autocast attention has other gradients."""
 
@@ -300,62 +294,6 @@ def test_layers_are_told_by_their_type_where_groups_are_made(make_trainer):
     fit(build(TinyCNN, ByType), make_trainer(plugins=[LeanMixedPrecision("bf16", recast_in_backward=True)]))
 
 
-class Twice(nn.Sequential):
-    """Uses a weight twice in a step."""
-
-    def __init__(self):
-        super().__init__(nn.Flatten(), nn.Linear(192, 16), nn.Linear(16, 16), nn.Linear(16, 10))
-
-    def forward(self, x):
-        hidden = self[1](self[0](x))
-        return self[3](self[2](self[2](hidden)))
-
-    samples = TinyCNN.samples
-
-
-class Types(LitTiny):
-    """Notes in each step which layers are plain ones."""
-
-    def training_step(self, batch, batch_idx):
-        self.seen.append([type(layer) is nn.Linear for layer in self.net if isinstance(layer, nn.Linear)])
-        return super().training_step(batch, batch_idx)
-
-    seen: list
-
-
-@pytest.mark.parametrize(("recast", "later"), [(False, [True, False, True]), (True, [False] * 3)])
-def test_after_the_first_step_layers_are_plain_unless_they_ran_twice(recast, later, make_trainer):
-    model = build(Twice, Types)
-    model.seen = []
-    fit(model, make_trainer(plugins=[LeanMixedPrecision("bf16", recast_in_backward=recast)], max_epochs=1))
-    assert model.seen[0] == [False] * 3
-    assert len(model.seen) > 2
-    assert all(seen == later for seen in model.seen[1:])
-    assert {type(layer) for layer in model.net} == {nn.Flatten, nn.Linear}
-
-
-class MadeInTheStep(LitManual):
-    """A fused optimizer that nobody was told of, while an older graph keeps a cast of the weight alive."""
-
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 0:
-            self.made = torch.optim.SGD(self.parameters(), lr=0.1, fused=True)
-        self.made.zero_grad()
-        self.kept = self.loss(batch)
-        self.manual_backward(self.kept, retain_graph=True)
-        self.made.step()
-
-    def configure_optimizers(self):
-        return None
-
-
-@pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None")
-def test_optimizers_that_are_made_in_a_step_are_noticed(make_trainer):
-    plain = BackwardWithoutAutocast("bf16-mixed", "cpu")
-    fitted = [fit(build(Twice, MadeInTheStep), make_trainer(plugins=[p])) for p in (plain, LeanMixedPrecision("bf16"))]
-    assert_equal_weights(*fitted)
-
-
 def test_a_frozen_backbone_trains_with_all_settings(make_trainer):
     model = build(TinyGPT)
     model.net.blocks[0].requires_grad_(False)
@@ -408,33 +346,9 @@ def test_adversaries_and_frozen_layers_train_as_with_lightnings_plugin(make_trai
 @pytest.mark.parametrize("scheme", ["bf16+master", "bf16+stochastic"])
 def test_a_step_before_the_last_backward_of_a_forward_is_an_error_that_tells_why(scheme, make_trainer):
     model = Adversaries(is_one_graph=True)
-    message = (
-        f"LeanMixedPrecision(parameters={scheme!r}): if an optimizer has stepped since this forward, it has "
-        "overwritten the 16-bit weights that the backward needs. Step after all backwards of a forward, or use "
-        'parameters="fp32". From PyTorch: one of the variables needed for gradient computation has been modified'
-    )
-    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation(?s:.)*it has overwritten weights"):
         make_trainer(plugins=[LeanMixedPrecision("bf16", parameters=scheme)]).fit(model)
     make_trainer(plugins=[LeanMixedPrecision("bf16")], max_epochs=1).fit(Adversaries(is_one_graph=True))
-
-
-class BrokenEnd(pl.Callback):
-    def on_train_batch_end(self, *args):
-        raise ZeroDivisionError
-
-    def on_exception(self, *args):
-        raise KeyError("the end is broken, too")
-
-
-def test_a_fit_whose_end_fails_as_well_can_be_followed_by_another(make_trainer):
-    model = build(TinyGPT)
-    before = describe_module(model)
-    broken = make_trainer(plugins=[LeanMixedPrecision("bf16", **ALL)], callbacks=[BrokenEnd()])
-    with pytest.raises(KeyError):
-        broken.fit(model)
-    fit(model, make_trainer(plugins=[LeanMixedPrecision("bf16", **ALL)]))
-    assert describe_module(model) == before
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 class Pickles(pl.Callback):
@@ -479,7 +393,7 @@ class PastThePlugin(LitManual):
 
 def test_steps_past_the_plugin_are_noticed(make_trainer):
     plugin = LeanMixedPrecision("bf16", recast_in_backward=True)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*use recast_in_backward=False"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation(?s:.)*step after all backwards"):
         fit(build(TinyCNN, PastThePlugin), make_trainer(plugins=[plugin]))
 
 
@@ -580,7 +494,10 @@ def test_norms_that_are_not_there_are_refused(make_trainer):
 
 
 def test_formats_that_the_device_lacks_are_refused(make_trainer, monkeypatch):
-    monkeypatch.setattr("lightning_vram.precision.plugin._why_not", lambda device_type, dtype: "it has none")
+    def refuse(device_type, dtype):
+        raise RuntimeError("it has none.")
+
+    monkeypatch.setattr(torch, "autocast", refuse)
     with pytest.raises(
         MisconfigurationException, match=r"fp16.*does not work on 'cpu' devices: it has none. Use 'bf16'"
     ):
@@ -625,7 +542,7 @@ def test_averages_of_rounded_parameters_are_refused(make_trainer):
     with pytest.raises(
         MisconfigurationException,
         match=r"^LeanMixedPrecision\(parameters='bf16\+split'\) does not work with StochasticWeightAveraging, which "
-        r"averages weights that bfloat16 has rounded\. Use WeightAveraging, or parameters='fp32'\.$",
+        r"averages weights that bfloat16 has rounded: use WeightAveraging, or 'fp32'\. Leave one out\.$",
     ):
         fit(build(TinyCNN), make_trainer(plugins=[plugin], callbacks=[StochasticWeightAveraging(1e-2)]))
 

@@ -82,7 +82,7 @@ def requested_after_forward(change):
 
 def test_recasting_keeps_no_copies_of_weights():
     plain, num_weights = requested_after_forward(lambda model: None)
-    saving, _ = requested_after_forward(lambda model: WeightCasts(model, DEVICE, recast_in_backward=True))
+    saving, _ = requested_after_forward(lambda model: WeightCasts(model, DEVICE))
     assert plain - saving == pytest.approx(2 * num_weights, rel=0.02)  # biases are cast as well
 
 

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_vram.strategies.fsdp_offload.checkpoints import CheckpointStore
+from lightning_vram.optimizers.moment_forms import is_elementwise
+from lightning_vram.techniques.sharded_checkpoints import CheckpointStore
 
 WIDTH = 6
 
@@ -132,7 +133,7 @@ def load(
     checkpoint = store.open(path, weights_only=weights_only)
     store.load_module(checkpoint, module, strict=strict)
     if optimizers:
-        store.load_optimizers(checkpoint, module, optimizers)
+        store.load_optimizers(checkpoint, module, optimizers, is_elementwise)
     return {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
 
 

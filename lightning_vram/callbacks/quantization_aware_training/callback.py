@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -20,6 +19,7 @@ from typing_extensions import override
 from lightning_vram.argument_checks import check_choice, check_kind, check_number
 from lightning_vram.callbacks.hook_points import FitTechnique, check_trainer, refuse_moved_parameters
 from lightning_vram.core.layers import LayerPattern, check_layers
+from lightning_vram.private_names.lightning import refuse_callbacks
 from lightning_vram.techniques.quantization_aware_training import (
     FakeQuantization,
     Scheme,
@@ -28,8 +28,9 @@ from lightning_vram.techniques.quantization_aware_training import (
 )
 
 _REFUSED = {
-    "QuantizeFrozenWeights": "weights are quantized already",
-    "TokenTiling": "tiles would each move the range of a layer's inputs",
+    "QuantizeFrozenWeights": "quantizes weights already",
+    "TokenTiling": "would move the range of a layer's inputs with each tile",
+    "WeightAveraging": "copies the module without the ranges of inputs",
 }
 
 
@@ -100,15 +101,7 @@ class QuantizationAwareTraining(FitTechnique):
     def _check(self, trainer: pl.Trainer) -> None:
         _check_strategy("QuantizationAwareTraining", trainer)
         self.ranges = {}
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            why = _REFUSED.get(type(callback).__name__)
-            if isinstance(callback, WeightAveraging):
-                why = "copy of the module has no ranges of inputs"
-            if why is not None:
-                raise MisconfigurationException(
-                    f"QuantizationAwareTraining does not work with {type(callback).__name__}, whose {why}: leave one "
-                    "out."
-                )
+        refuse_callbacks("QuantizationAwareTraining", trainer, _REFUSED)
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -237,12 +230,8 @@ def quantize_after_fit(
 def _find_fitted_module(trainer: pl.Trainer) -> pl.LightningModule:
     check_trainer("quantize_after_fit", trainer)
     _check_strategy("quantize_after_fit", trainer)
-    for one in trainer.callbacks:  # type: ignore[attr-defined]
-        if type(one).__name__ == "QuantizeFrozenWeights" or isinstance(one, WeightAveraging):
-            raise MisconfigurationException(
-                f"quantize_after_fit does not work with {type(one).__name__}, which also changes the module in "
-                "validation: pass a Trainer without it that has validated the module."
-            )
+    why = "also changes the module in validation"
+    refuse_callbacks("quantize_after_fit", trainer, {"QuantizeFrozenWeights": why, "WeightAveraging": why})
     module: pl.LightningModule | None = getattr(trainer.strategy, "lightning_module", None)
     if module is None:
         raise RuntimeError("quantize_after_fit(trainer) must have fitted a module: call trainer.fit first.")

@@ -5,22 +5,22 @@ forward and again for the backward; nothing is saved in between. It costs dequan
 that the adapters train with. It does not help for trainable weights.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool, check_choice
+from lightning_vram.argument_checks import check_bool, check_choice, check_kind
 from lightning_vram.callbacks.hook_points import FitTechnique, refuse_moved_parameters, refuse_several
 from lightning_vram.core.layers import LayerPattern, check_layers
 from lightning_vram.core.patching import MethodPatch, replace_by
@@ -33,14 +33,13 @@ from lightning_vram.private_names.fsdp2 import (
     place_of,
     shards_integers,
 )
-from lightning_vram.private_names.lightning import saves_folders
+from lightning_vram.private_names.lightning import refuse_callbacks, saves_folders
 from lightning_vram.techniques.quantize_frozen_weights import (
     MIN_BLOCK_SIZE,
     Library,
     QuantizedLayers,
     quantize_frozen_weights,
     quantized_weight,
-    why_not_installed,
 )
 from lightning_vram.techniques.sharding import has_meta, materialize
 
@@ -71,10 +70,11 @@ def _full_precision_names(given: Mapping[str, Any], own: Mapping[str, Any]) -> l
 
 
 _NAME, _SEED = "QuantizeFrozenWeights", 0
-_REFUSED = (
-    (BaseFinetuning, "unfreezes layers: a quantized weight cannot be trained"),
-    ((WeightAveraging, StochasticWeightAveraging), "cannot average quantized weights"),
-)
+_REFUSED = {
+    "BaseFinetuning": "unfreezes layers: a quantized weight cannot be trained",
+    "WeightAveraging": "cannot average quantized weights",
+    "StochasticWeightAveraging": "cannot average quantized weights",
+}
 
 
 class QuantizeFrozenWeights(FitTechnique):
@@ -136,9 +136,15 @@ class QuantizeFrozenWeights(FitTechnique):
         keep: bool = False,  # noqa: FBT001, FBT002 - set by name in configuration files
         library: Library = "own",
     ) -> None:
-        _check_int("bits", bits, "8 or 4", (8, 4))
         check_layers("QuantizeFrozenWeights(layers)", layers)
-        _check_int("block_size", block_size, "a power of two from 16 to 4096", [2**power for power in range(4, 13)])
+        sizes = [2**power for power in range(4, 13)]
+        for argument, value, allowed, numbers in (
+            ("bits", bits, "8 or 4", (8, 4)),
+            ("block_size", block_size, "a power of two from 16 to 4096", sizes),
+        ):
+            check_kind(f"QuantizeFrozenWeights({argument})", value, int, allowed)
+            if value not in numbers:
+                raise ValueError(f"QuantizeFrozenWeights({argument}) must be {allowed}, got {value}.")
         check_choice("QuantizeFrozenWeights(save)", save, ("all", "trainable"))
         check_bool("QuantizeFrozenWeights(keep)", keep)
         check_choice("QuantizeFrozenWeights(library)", library, get_args(Library))
@@ -158,10 +164,24 @@ class QuantizeFrozenWeights(FitTechnique):
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
-        why = why_not_installed(self.library)
-        if why is not None:
-            raise ModuleNotFoundError(why)
-        _check_run(self, trainer, has_frozen=self.save == "all")
+        if self.library == "bitsandbytes":
+            import_module(self.library)  # now, not in the first forward
+        refuse_moved_parameters(_NAME, trainer, "quantized weights belong to")
+        strategy: Any = trainer.strategy
+        if hasattr(type(strategy), "device_mesh") and not shards_integers:  # ModelParallelStrategy, fsdp_offload
+            raise MisconfigurationException(
+                f"{_NAME} with {type(strategy).__name__} needs torch >= 2.13, got {torch.__version__}, whose FSDP2 "
+                "shards no integers: use 'ddp' or a single device."
+            )
+        is_parallel, ours = isinstance(strategy, ModelParallelStrategy), getattr(strategy, "arguments", None)
+        is_folder = saves_folders(strategy) if is_parallel else getattr(ours, "state_dict_type", "full") == "sharded"
+        if self.save == "trainable" and is_folder:
+            raise MisconfigurationException(
+                f"{_NAME}(save='trainable') does not work with sharded checkpoints, which need all parameters: save "
+                "full ones, or use save='all'."
+            )
+        refuse_several(trainer, type(self), f"Two {_NAME} in one Trainer: leave one out.")
+        refuse_callbacks(_NAME, trainer, _REFUSED)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -178,10 +198,15 @@ class QuantizeFrozenWeights(FitTechnique):
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
-        _check_memory(trainer)
+        module = trainer.lightning_module
+        if isinstance(trainer.strategy, ModelParallelStrategy) and has_meta(module):
+            raise MisconfigurationException(
+                f"{_NAME} does not work with {type(trainer.strategy).__name__} where configure_model leaves layers on "
+                "the meta device: Lightning would empty the quantized ones, too. Make them on the host, or in "
+                "__init__, or use strategy='fsdp_offload'."
+            )
         self._quantize(trainer)
         assert self._quantized is not None
-        module = trainer.lightning_module
         for part in filter(is_sharded, module.modules()):
             _fit_shards(part)
         _report(self._quantized, module, is_fit=trainer.training)
@@ -291,53 +316,3 @@ def _report(quantized: QuantizedLayers, module: nn.Module, *, is_fit: bool) -> N
             f"QuantizeFrozenWeights does nothing: {type(module).__name__} has no frozen Linear, Conv or Embedding with "
             "4096 weights or more. Freeze with requires_grad_(False) in __init__, setup or configure_model."
         )
-
-
-def _check_int(argument: str, value: object, allowed: str, numbers: Container[int]) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{_NAME}({argument}) must be {allowed}, got {value!r} of type {type(value).__name__}.")
-    if value not in numbers:
-        raise ValueError(f"{_NAME}({argument}) must be {allowed}, got {value}.")
-
-
-def _check_run(callback: Callback, trainer: pl.Trainer, *, has_frozen: bool) -> None:
-    """Refuse what cannot work, in the ``setup`` hooks, before anything has changed."""
-    refuse_moved_parameters(_NAME, trainer, "quantized weights belong to")
-    strategy = type(trainer.strategy)
-    if hasattr(strategy, "device_mesh") and not shards_integers:  # ModelParallelStrategy, fsdp_offload
-        raise MisconfigurationException(
-            f"{_NAME} with {strategy.__name__} needs torch >= 2.13, got {torch.__version__}, whose FSDP2 shards no "
-            "integers: use 'ddp' or a single device."
-        )
-    whole_files = None if has_frozen else _how_to_save_whole(trainer.strategy)
-    if whole_files is not None:
-        raise MisconfigurationException(
-            f"{_NAME}(save='trainable') does not work with sharded checkpoints, which need all parameters: use "
-            f"{whole_files}, or save='all'."
-        )
-    refuse_several(trainer, type(callback), f"Two {_NAME} in one Trainer: leave one out.")
-    for other in trainer.callbacks:  # type: ignore[attr-defined]
-        why = next((why for kinds, why in _REFUSED if isinstance(other, kinds)), None)
-        if why is not None:
-            raise MisconfigurationException(
-                f"{_NAME} does not work with {type(other).__name__}, which {why}. Leave one out."
-            )
-
-
-def _check_memory(trainer: pl.Trainer) -> None:
-    """Refuse meta layers of ``configure_model`` where Lightning empties all layers to materialize them."""
-    if isinstance(trainer.strategy, ModelParallelStrategy) and has_meta(trainer.lightning_module):
-        raise MisconfigurationException(
-            f"{_NAME} does not work with {type(trainer.strategy).__name__} where configure_model leaves layers on the "
-            "meta device: Lightning would empty the quantized ones, too. Make them on the host, or in __init__, or use "
-            "strategy='fsdp_offload'."
-        )
-
-
-def _how_to_save_whole(strategy: Strategy) -> str | None:
-    """What to set if the strategy saves folders; ``None``: it does not."""
-    if isinstance(strategy, ModelParallelStrategy):
-        return f"{type(strategy).__name__}(save_distributed_checkpoint=False)" if saves_folders(strategy) else None
-    arguments = getattr(strategy, "arguments", None)  # of fsdp_offload
-    is_folder = getattr(arguments, "state_dict_type", "full") == "sharded"
-    return f"{type(strategy).__name__}(state_dict_type='full')" if is_folder else None

@@ -1,6 +1,5 @@
 """Arguments of ``FSDPOffloadStrategy``, and what it refuses before training, the same on every rank."""
 
-import math
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,26 +9,29 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_vram.argument_checks import check_bool, check_choice, check_positive_int
+from lightning_vram.argument_checks import check_bool, check_choice, check_number, check_positive_int
 from lightning_vram.memory.device.accelerators import has_cache
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.precision import LeanMixedPrecision
+from lightning_vram.private_names.lightning import refuse_callbacks
 
 Offload = Literal["params", "optimizer", "none"]
 NAME = "FSDPOffloadStrategy"
-_ON_HOST = {  # arguments that need an offload, and what they do
-    "pin_memory": "pins offloaded tensors, but offload='none' offloads none.",
-    "bind_to_numa_node": "binds the threads of optimizer steps on the host, but offload='none' has none.",
-    "master": "is a format of weights on the host, but offload='none' keeps them on the device.",
-    "host_state": "is a format of moments on the host, but offload='none' keeps them on the device. Use "
-    "MomentsInBF16 or LowBitOptimizer there.",
-    "nvme_path": "stores optimizer state of steps on the host, but offload='none' has none.",
+_ON_HOST = ("pin_memory", "bind_to_numa_node", "master", "host_state", "nvme_path")
+_NEEDS = (  # arguments, another one, and its values that they need
+    *((name, "offload", ("params", "optimizer")) for name in _ON_HOST),
+    ("device_bytes", "offload", ("params",)),
+    ("data_parallel_replicate_size", "shard", ("hybrid",)),
+    ("reshard_after_forward", "shard", ("full", "hybrid")),
+)
+_REFUSED = {
+    "StochasticWeightAveraging": "copies parameters, and these are shards: average with WeightAveraging",
+    "ModelPruning": "replaces parameters, and these are shards: prune with 'ddp' or a single device",
 }
 OF_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 
@@ -43,7 +45,7 @@ def check_arguments(init: Callable[..., None], given: dict[str, Any]) -> SimpleN
     _check_together(vars(arguments))
     if arguments.reshard_after_forward is None:
         arguments.reshard_after_forward = arguments.shard != "grad_op"
-    arguments.device_bytes = _read_device_bytes(arguments.device_bytes, arguments.offload)
+    arguments.device_bytes = _read_device_bytes(arguments.device_bytes)
     arguments.nvme_path = None if arguments.nvme_path is None else Path(arguments.nvme_path)
     arguments.timeout = _read_timeout(arguments.timeout)
     return arguments
@@ -59,53 +61,30 @@ def _check_kind(name: str, value: Any, kind: Any) -> None:
 
 
 def _check_together(given: dict[str, Any]) -> None:
-    for key, text in _ON_HOST.items() if given["offload"] == "none" else ():
-        if given[key] not in (None, False, "fp32"):
-            raise ValueError(f"{NAME}({key}={given[key]!r}) {text}")
-    if given["data_parallel_replicate_size"] is not None and given["shard"] != "hybrid":
-        raise ValueError(
-            f"{NAME}(data_parallel_replicate_size={given['data_parallel_replicate_size']}) needs shard='hybrid', got "
-            f"shard={given['shard']!r}."
-        )
-    if given["shard"] == "grad_op" and given["reshard_after_forward"]:
-        raise ValueError(
-            f"{NAME}(shard='grad_op') keeps layers whole after the forward, but reshard_after_forward=True shards "
-            "them. Leave one of them out."
-        )
+    for name, other, values in _NEEDS:
+        is_off = given[name] in (None, "fp32") or given[name] is False
+        if not is_off and given[other] not in values:
+            needed = " or ".join(map(repr, values))
+            raise ValueError(f"{NAME}({name}={given[name]!r}) needs {other}={needed}, got {given[other]!r}.")
 
 
-def _read_device_bytes(device_bytes: Any, offload: str) -> Any:
-    if device_bytes is None:
-        return None
-    if offload != "params":
-        raise ValueError(
-            f"{NAME}(device_bytes={device_bytes!r}) chooses what stays on the device: it needs the default "
-            f"offload='params', got offload={offload!r}."
-        )
-    is_share = isinstance(device_bytes, float)
-    if is_share and not 0 <= device_bytes <= 1:
-        raise ValueError(
-            f"{NAME}(device_bytes) as a float is a share of the model state, from 0.0 to 1.0, got {device_bytes}."
-        )
-    return device_bytes if is_share or device_bytes == "auto" else parse_bytes(device_bytes, f"{NAME}(device_bytes)")
+def _read_device_bytes(device_bytes: Any) -> Any:
+    if isinstance(device_bytes, float) and not 0 <= device_bytes <= 1:
+        raise ValueError(f"{NAME}(device_bytes) as a share must be from 0.0 to 1.0, got {device_bytes}.")
+    is_read = device_bytes in (None, "auto") or isinstance(device_bytes, float)
+    return device_bytes if is_read else parse_bytes(device_bytes, f"{NAME}(device_bytes)")
 
 
 def _read_timeout(timeout: Any) -> timedelta:
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool) and math.isfinite(timeout)
-    period = timedelta(seconds=timeout) if is_number else timeout
-    if not isinstance(period, timedelta) or period <= timedelta():
-        raise ValueError(f"{NAME}(timeout) must be a positive number of seconds or a timedelta, got {timeout!r}.")
-    return period
+    if isinstance(timeout, timedelta):
+        return timeout
+    check_number(f"{NAME}(timeout)", timeout, int | float, "seconds, or a timedelta", at_least=1)
+    return timedelta(seconds=timeout)
 
 
 def check_run(trainer: pl.Trainer, device: torch.device, device_bytes: Any, name: str) -> None:
     """Refuse unsupported callbacks, and ``device_bytes="auto"`` without allocator statistics."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging | ModelPruning):
-            raise MisconfigurationException(
-                f"{type(callback).__name__} does not work with {name}: it copies or replaces parameters, and these are "
-                "shards. Average with WeightAveraging; prune with 'ddp' or a single device."
-            )
+    refuse_callbacks(name, trainer, _REFUSED)
     if device_bytes == "auto" and not has_cache(device):
         raise MisconfigurationException(
             f"{name}(device_bytes='auto') measures free device memory, and {device} has no allocator statistics. Give "

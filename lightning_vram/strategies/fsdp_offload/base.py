@@ -127,11 +127,6 @@ class BaseStrategy(PlainStrategy):
         if self.world_size > 1:  # a run on one rank draws the same numbers as the baseline
             reset_seed()
         backend = self.process_group_backend = self.process_group_backend or default_backend(self.root_device)
-        if self.arguments.offload != "none" and "gloo" not in backend:
-            raise ValueError(
-                f"FSDPOffloadStrategy(process_group_backend={backend!r}) has no backend for host tensors: use "
-                "'cpu:gloo,cuda:nccl', or leave it out."
-            )
         with self._named("setup"):
             connect(self.cluster_environment, backend, timeout=self.arguments.timeout, device=self.root_device)
             self._mesh = self._make_mesh()
@@ -187,10 +182,11 @@ class BaseStrategy(PlainStrategy):
 
     def _named(self, phase: str) -> naming_lost_peers:
         """Name step and phase in errors about a lost rank."""
-        return naming_lost_peers(self.global_rank, self.world_size, lambda: f"step {self._count_steps()}, {phase}")
 
-    def _count_steps(self) -> int:
-        return self._trainer.global_step if self._trainer is not None else 0
+        def describe() -> str:
+            return f"step {0 if self._trainer is None else self._trainer.global_step}, {phase}"
+
+        return naming_lost_peers(self.global_rank, self.world_size, describe)
 
     # --- steps ---
 
@@ -232,7 +228,7 @@ class BaseStrategy(PlainStrategy):
 def patch_trainer(trainer: pl.Trainer, optimizers: HostOptimizers, sharding: FullSharding) -> list[MethodPatch]:
     """Make clipping, ``toggle_optimizer`` and ``log`` work on shards; steps are early where nothing reads gradients."""
     module, precision = trainer.lightning_module, trainer.precision_plugin
-    optimizers.may_step_early = EarlySteps(trainer)
+    optimizers.may_step_early = make_early(trainer)
 
     # for any plugin, on the local gradients: the dispatch of DTensor takes longer than the arithmetic
     def clip_norm(optimizer: Optimizer, clip_val: float) -> None:
@@ -263,32 +259,34 @@ def patch_trainer(trainer: pl.Trainer, optimizers: HostOptimizers, sharding: Ful
     ]
 
 
-class EarlySteps:
-    """Decides whether no code reads or changes gradients after the backward; reports the first reason otherwise."""
+def make_early(trainer: pl.Trainer) -> Callable[[Callable[[], Any]], bool]:
+    """Return whether a step may begin in its closure: no code reads or changes gradients after the backward.
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer, self._has_logged = trainer, False
+    It reports the first reason otherwise.
+    """
+    told: list[str] = []
 
-    def __call__(self, closure: Callable[[], Any]) -> bool:
-        """Whether a step may begin in its ``closure``."""
-        why = self._why_late(closure)
-        if why is not None and not self._has_logged:
-            self._has_logged = True
+    def may_step_early(closure: Callable[[], Any]) -> bool:
+        why = _why_late(trainer, closure)
+        if why is not None and not told:
+            told.append(why)
             rank_zero_info(
                 "fsdp_offload steps the optimizer after the backward instead of layer by layer within it, because of "
                 f"{why}: the step overlaps only with the next forward."
             )
         return why is None
 
-    def _why_late(self, closure: Callable[[], Any]) -> str | None:
-        trainer = self._trainer
-        if not trainer.lightning_module.automatic_optimization:
-            return "manual optimization"
-        if trainer.gradient_clip_val:
-            return f"gradient_clip_val={trainer.gradient_clip_val}"
-        if is_scaled(trainer):
-            return "the GradScaler"
-        return "detect_anomaly" if torch.is_anomaly_enabled() else why_not_early(trainer, closure)
+    return may_step_early
+
+
+def _why_late(trainer: pl.Trainer, closure: Callable[[], Any]) -> str | None:
+    if not trainer.lightning_module.automatic_optimization:
+        return "manual optimization"
+    if trainer.gradient_clip_val:
+        return f"gradient_clip_val={trainer.gradient_clip_val}"
+    if is_scaled(trainer):
+        return "the GradScaler"
+    return "detect_anomaly" if torch.is_anomaly_enabled() else why_not_early(trainer, closure)
 
 
 def may_clip_late(trainer: pl.Trainer) -> bool:

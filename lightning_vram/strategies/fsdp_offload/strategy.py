@@ -129,16 +129,15 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         accelerator: Set by the Trainer, as are the arguments below.
         parallel_devices: See ``accelerator``.
         cluster_environment: See ``accelerator``.
-        checkpoint_io: Not used: this strategy writes its checkpoints itself.
+        checkpoint_io: Used for remote checkpoints only.
         precision_plugin: See ``accelerator``.
 
     Raises:
         TypeError: If an argument has a wrong type, or the precision plugin cannot work on shards.
         ValueError: If arguments are out of range or contradict each other. Before training: if the module has no
             parameters, or differs between ranks; if ``wrap`` matches nothing; if an optimizer cannot step on shards; if
-            the number of ranks does not suit ``shard="hybrid"``; if ``nvme_path`` is not a folder; if the backend does
-            not cover the host; if ``master="split"`` or ``host_state`` does not suit precision or optimizer; or if a
-            checkpoint does not match.
+            the number of ranks does not suit ``shard="hybrid"``; if ``nvme_path`` is not a folder; if
+            ``master="split"`` or ``host_state`` does not suit precision or optimizer; if a checkpoint does not match.
         MisconfigurationException: Before training, if a callback prunes weights, or averages them in an unsupported
             way.
         OffloadError: Before training, if host memory or the disk at ``nvme_path`` is too small, with the bytes needed

@@ -1,4 +1,4 @@
-"""Loss scaling, float32 islands, 16-bit norms, shared casts of weights. May import: core, memory."""
+"""Loss scaling, float32 islands, 16-bit norms, casts of weights. May import: core, memory."""
 
 from lightning_vram.techniques.mixed_precision.loss_scaling import LossScaling, note_unscaled, unscale_part
 from lightning_vram.techniques.mixed_precision.module_precision import Float32Islands, keep_norms_low, list_islands

@@ -3,9 +3,9 @@
 The stage of an optimizer in the scaler says what its gradients are: scaled by the present scale (ready), or unscaled.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,26 +22,18 @@ from lightning_vram.private_names.torch import optimizer_states, scale_of, set_s
 def unscale_part(scaler: GradScaler, parameters: list[Tensor]) -> list[Tensor]:
     """Unscale the gradients of some ``parameters`` of an optimizer; return tensors that are > 0 for an inf or nan."""
     checks: list[Tensor] = []
+    scale = scale_of(scaler)
     for alike in _by_layout(parameters):
         part = cast(Optimizer, SimpleNamespace(param_groups=[{"params": alike}]))
+        # A D2H copy that waits: GradScaler copies it to the host without waiting, and uses it at once.
+        set_scale(scaler, None if scale is None else scale.to(alike[0].device))
         try:
-            with _scale_on(alike[0].device, scaler):
-                type(scaler).unscale_(scaler, part)  # past a MethodPatch
+            type(scaler).unscale_(scaler, part)  # past a MethodPatch
         finally:
+            set_scale(scaler, scale)
             state = optimizer_states(scaler).pop(id(part), {"found_inf_per_device": {}})
         checks += state["found_inf_per_device"].values()
     return checks
-
-
-@contextmanager
-def _scale_on(device: torch.device, scaler: GradScaler) -> Iterator[None]:
-    """Move the scale to the gradients: GradScaler copies it to the host without waiting, and uses it at once."""
-    scale = scale_of(scaler)
-    set_scale(scaler, None if scale is None else scale.to(device))  # a D2H copy that waits
-    try:
-        yield
-    finally:
-        set_scale(scaler, scale)
 
 
 def _by_layout(parameters: list[Tensor]) -> Iterable[list[Tensor]]:
@@ -91,7 +83,6 @@ class LossScaling:
     ) -> None:
         self.scaler = scaler
         self.num_overflowed = 0  # steps skipped since the last update
-        self._earlier: dict[int, list[Tensor]] = {}  # by id of an optimizer: found in gradients that were scaled again
         self._optimizers = optimizers
         self._over_ranks = over_ranks
         self._on_update = on_update
@@ -100,9 +91,6 @@ class LossScaling:
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply ``loss``, of any shape, by the scale."""
         self.update()
-        if self._earlier:  # of gradients that were dropped without a step
-            waiting = set(map(id, self._waiting()))
-            self._earlier = {key: checks for key, checks in self._earlier.items() if key in waiting}
         scaled: Tensor = type(self.scaler).scale(self.scaler, loss)  # past a MethodPatch
         return scaled
 
@@ -110,8 +98,7 @@ class LossScaling:
         """Unscale the gradients of ``optimizer`` if they are scaled, and look for inf and nan. A collective."""
         if self._stage(optimizer) is not OptState.READY:
             return
-        checks = unscale_part(self.scaler, _parameters_of(optimizer)) + self._earlier.pop(id(optimizer), [])
-        found_inf = _join(self.scaler, checks)
+        found_inf = _join(self.scaler, unscale_part(self.scaler, _parameters_of(optimizer)))
         if self._over_ranks is not None:
             found_inf = self._over_ranks(found_inf)
         note_unscaled(self.scaler, optimizer, [found_inf])
@@ -162,12 +149,10 @@ class LossScaling:
         return [one for one in unstepped if any(parameter.grad is not None for parameter in _parameters_of(one))]
 
     def _unscaling_factor(self, optimizer: Optimizer) -> float:
-        """Return the factor that unscales gradients before an update; keep what was found, as clipping may hide it."""
-        state = optimizer_states(self.scaler).get(id(optimizer))
-        if state is None:
+        """Return the factor that unscales gradients before an update; nan if they overflowed: clipping may hide it."""
+        if self._stage(optimizer) is OptState.READY:
             return 1 / self.scaler.get_scale()
-        self._earlier[id(optimizer)] = [check.clone() for check in state["found_inf_per_device"].values()]
-        return 1.0
+        return math.nan if self._has_overflowed(optimizer) else 1.0
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -50,7 +50,11 @@ class Float32Islands(Swaps):
         self._members = list(dict.fromkeys(member for found in self._islands.values() for member in found))
         with self.all_or_none():
             for member in self._members:
-                _refuse_lazy(member)
+                if isinstance(member, LazyModuleMixin) and member.has_uninitialized_params():  # it changes its class
+                    raise ValueError(
+                        f"module {type(member).__name__} cannot change its precision before it knows its sizes: run "
+                        "the model on one batch first."
+                    )
                 _swap(self, _KEY, member, PrecisionState(device_type), _run)
 
     @property
@@ -117,14 +121,6 @@ def _find_callable(module: nn.Module) -> list[nn.Module]:
     return [member for child in module.children() for member in _find_callable(child)]
 
 
-def _refuse_lazy(module: nn.Module) -> None:
-    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # it changes its class by itself
-        raise ValueError(
-            f"module {type(module).__name__} cannot change its precision before it knows its sizes: run the model on "
-            "one batch first."
-        )
-
-
 # Norms with 16-bit outputs (MosaicML Composer's "Low Precision LayerNorm"). Autocast saves their float32 input, and
 # each reader of the output casts it to 16 bit, a copy each. Here both are 16 bit, and kernels still sum in float32: a
 # pre-norm transformer block saves 4 bytes per element of [B, T, D], and 2 more for each further reader.
@@ -146,7 +142,8 @@ def keep_norms_low(model: nn.Module, device_type: str, skip: Collection[nn.Modul
     the output is cast, and the input of ``...RMSNorm``, which they upcast themselves. Gains stay float32 parameters.
     """
     skipped = {part for module in skip for part in module.modules()}
-    norms = {part: _is_stock(part) for part in model.modules() if part not in skipped and _is_norm(part)}
+    parts = [part for part in model.modules() if part not in skipped]
+    norms = {part: _is_stock(part) for part in parts if _is_stock(part) or type(part).__name__.endswith(_NAMES)}
     if not norms:
         outside = " outside of fp32_modules" if skipped else ""
         raise ValueError(
@@ -161,10 +158,6 @@ def keep_norms_low(model: nn.Module, device_type: str, skip: Collection[nn.Modul
 
 def _is_stock(module: nn.Module) -> bool:
     return plain_class_forward(module) in _STOCK and not has_own_forward(module)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return _is_stock(module) or type(module).__name__.endswith(_NAMES)
 
 
 def _run_low_norm(

@@ -1,15 +1,13 @@
-"""Save fewer 16-bit casts of float32 weights under autocast: one per weight, or none.
+"""Save no 16-bit casts of float32 weights under autocast: the backward casts again.
 
-Autocast saves a cast for backward at each use of a weight: 2 bytes per parameter and use. Here all uses share one cast,
-or the backward casts again. Values and gradients are bitwise identical to ``torch.autocast(..., cache_enabled=False)``.
-Not covered: compiled code (its partitioner recasts), weights read outside the stock ``forward``, selective checkpoints.
-Writes that PyTorch does not count (through ``.data``) between two uses, or before backward, are not detected.
+Autocast saves a cast for backward: 2 bytes per parameter. Values and gradients are bitwise identical to
+``torch.autocast(..., cache_enabled=False)``. Not covered: compiled code (its partitioner recasts), weights read outside
+the stock ``forward``. Writes that PyTorch does not count (through ``.data``) before the backward are not detected.
 """
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,12 +18,10 @@ from torch.autograd.graph import increment_version
 from torch.nn.parameter import is_lazy
 from torch.overrides import has_torch_function_unary
 
-from lightning_vram.core.hooks import RecomputableTensors, is_in_selective_checkpoint, is_transformed
-from lightning_vram.core.patching import Swaps, has_own_forward, plain_class_forward, restore_class
+from lightning_vram.core.hooks import RecomputableTensors, is_transformed
+from lightning_vram.core.patching import Swaps, has_own_forward, plain_class_forward
 from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, check_version
-from lightning_vram.memory.device.accelerators import is_capturing, stream_id
-from lightning_vram.memory.storages import storage_address
-from lightning_vram.private_names.dispatcher import FakeTensor, without_dispatch
+from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.torch import (
     PARAMETERS,
     class_conv_forward,
@@ -133,96 +129,17 @@ def _is_cast(weight: Any, device_type: str) -> bool:
     return is_dense and weight.device.type == device_type and not weight.is_inference()
 
 
-class _SharedCast:
-    """The last cast of a weight's present values, by a weak reference to its storage, which autograd may keep alive.
-
-    Autocast's own cache holds casts to the end of its block, also under ``no_grad`` and in checkpointed layers.
-    """
-
-    __slots__ = ("_address", "_strides", "_version", "_weight", "storage", "user")
-
-    def __init__(self, weight: Tensor, cast: Tensor, user: "_State") -> None:
-        self.user = user  # which the cast was made for
-        self._weight = weakref.ref(weight)  # another tensor may get its id after its death
-        self._version = num_writes(weight)
-        self._address = storage_address(weight)  # ``weight.data = other`` counts no version
-        self._strides = cast.stride()
-        self.storage = weakref.ref(cast.untyped_storage())  # not of the tensor: views of it outlive it
-
-    def is_of(self, weight: Tensor) -> bool:
-        """Whether ``weight`` still is what the cast was made of."""
-        is_same = self._version == num_writes(weight) and self._weight() is weight
-        return is_same and self._address == storage_address(weight)
-
-    def make(self, storage: torch.UntypedStorage, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return another tensor on the storage of the cast."""
-        # Recomputation may find a cast that the forward did not: modes that compare the two see neither.
-        with nullcontext() if isinstance(weight, FakeTensor) else without_dispatch():
-            empty: Any = weight.new_empty(0, dtype=dtype)
-            tensor: Tensor = empty.set_(storage, 0, weight.shape, self._strides)
-            return tensor
-
-
-class _UseAgain(torch.autograd.Function):
-    """Reuse a cast, by an edge of its own in the graph: each use's gradient is upcast before they are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype, shared: _SharedCast, storage: list[Any]) -> Tensor:
-        ctx.dtype = weight.dtype
-        return shared.make(storage.pop(), weight, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.to(ctx.dtype), None, None, None
-
-
 @dataclass(eq=False, slots=True)
 class _State:
-    """What a module carries, in its ``__dict__``. Looking for a cast to share costs some Python at each call."""
+    """What a module carries, in its ``__dict__``."""
 
     device_type: str
     forward: Callable[..., Any]  # of its class
     places: tuple[Place, ...]  # of the weights that ``forward`` reads
-    casts: "SharedCasts | None"  # ``None``: the backward casts again
-    has_run: bool = False  # under autocast, recorded by autograd
-    has_shared: bool = False  # some cast of its weights had several uses
-
-
-class SharedCasts:
-    """Casts weights, one cast at a time for all uses."""
-
-    def __init__(self) -> None:
-        self._casts: dict[tuple[int, torch.dtype, int], _SharedCast] = {}  # by id of the weight, dtype, stream
-
-    def cast(self, weight: Tensor, dtype: torch.dtype, user: _State) -> Tensor:
-        """Return ``weight`` in ``dtype``, differentiably and read-only; mark ``user`` if another use has the cast."""
-        has_streams = not (weight.is_cpu or isinstance(weight, FakeTensor))
-        if has_streams and is_capturing(weight.device):  # a replay runs without what went before
-            return weight.to(dtype)
-        key = id(weight), dtype, stream_id(weight.device) if has_streams else 0
-        shared = self._casts.get(key)
-        storage = shared.storage() if shared is not None and shared.is_of(weight) else None
-        if shared is None or storage is None:
-            cast = weight.to(dtype)
-            self._casts[key] = _SharedCast(weight, cast, user)
-            return cast
-        user.has_shared = shared.user.has_shared = True
-        again: Tensor = _UseAgain.apply(weight, dtype, shared, [storage])  # type: ignore[no-untyped-call]
-        return again
-
-    def forget(self) -> None:
-        """Reuse no cast made so far: weights may have changed without a new version."""
-        self._casts.clear()
 
 
 def _recast(weight: Tensor, version: int, dtype: torch.dtype) -> Tensor:
-    try:
-        check_version(weight, version, weight.shape)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{error} It is a weight, which the backward casts to {str(dtype).removeprefix('torch.')} again: "
-            "use recast_in_backward=False, which saves a copy."
-        ) from None
+    check_version(weight, version, weight.shape)
     return weight.to(dtype)
 
 
@@ -231,52 +148,38 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class WeightCasts:
-    """Casts the weights of stock layers of ``model``, until :meth:`remove`.
+    """Casts the weights of stock layers of ``model``, in the backward again, until :meth:`remove`.
 
     Linear layers, convolutions, transposed ones, ``nn.MultiheadAttention`` and transformers' ``Conv1D`` with dense
     float32 weights. Copies and pickles are ordinary modules. Nothing changes outside autocast to 16 bit, in compiled
-    and traced code, and in ``torch.func`` transforms. With ``recast_in_backward`` autograd saves no cast, and a weight
-    that changes in place between a forward and its backward is an error.
+    and traced code, and in ``torch.func`` transforms. A weight that changes in place between a forward and its backward
+    is an error.
     """
 
-    def __init__(
-        self, model: nn.Module, device_type: str, *, recast_in_backward: bool = False, skip: Collection[nn.Module] = ()
-    ) -> None:
+    def __init__(self, model: nn.Module, device_type: str, *, skip: Collection[nn.Module] = ()) -> None:
         if any(_KEY in vars(module) for module in model.modules()):
             raise ValueError(
                 "model is in another running fit, or WeightCasts, with some of its modules, and a module can be in one "
                 "at a time: end that fit, or call remove(), first."
             )
-        if recast_in_backward:
-            hide_warning_of_hooks()
-        self._recast_in_backward = recast_in_backward
-        self._casts = SharedCasts()
-        casts = None if recast_in_backward else self._casts
+        hide_warning_of_hooks()
         self._swaps = Swaps(_KEY)
         left_alone = {member for module in skip for member in module.modules()}
         for module in model.modules():
             places = find_places(module, left_alone) if module not in left_alone else ()
             if places:
-                state = _State(device_type, plain_class_forward(module), places, casts)
+                state = _State(device_type, plain_class_forward(module), places)
                 with suppress(ValueError):  # a class that cannot be changed: its module is left alone
                     self._swaps.add(module, state, _run)
 
     def after_step(self, parameters: Iterable[Tensor]) -> None:
         """Note that an optimizer has changed ``parameters``: fused kernels count no version.
 
-        Modules whose weights had no second use in the first step that ran them get their class back. With
-        ``recast_in_backward``, a backward that needs one of these as it was raises ``RuntimeError``.
+        A backward that needs one of these as it was raises ``RuntimeError``.
         """
         modules = self._swaps.modules
-        if self._recast_in_backward:
-            ours = {id(parameter_at(module, place)) for module in modules for place in vars(module)[_KEY].places}
-            increment_version([parameter for parameter in parameters if id(parameter) in ours])
-            return
-        self._casts.forget()  # all: FSDP2 steps on shards, not on the weights of the forward
-        for module in modules:
-            if vars(module)[_KEY].has_run and not vars(module)[_KEY].has_shared:
-                restore_class(module, _KEY)
-        self._swaps.modules = [module for module in modules if _KEY in vars(module)]
+        ours = {id(parameter_at(module, place)) for module in modules for place in vars(module)[_KEY].places}
+        increment_version([parameter for parameter in parameters if id(parameter) in ours])
 
     def remove(self) -> None:
         """Give every module its class back. Twice does nothing; backwards of earlier forwards still work."""
@@ -285,23 +188,15 @@ class WeightCasts:
 
 def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     is_autocast = torch.is_grad_enabled() and torch.is_autocast_enabled(state.device_type)
-    if torch.compiler.is_compiling() or not is_autocast:
+    if torch.compiler.is_compiling() or not is_autocast or not may_set_hooks():
         return original(*args, **kwargs)
-    if state.casts is not None:
-        state.has_run = True
-        # A saved result keeps a cast alive, which recomputation would find where the forward had made it.
-        if is_in_selective_checkpoint():
-            return original(*args, **kwargs)
     dtype = torch.get_autocast_dtype(state.device_type)
     # A technique below ours (a checkpoint, a folded norm) reads the weights of the module itself.
     is_stock = getattr(original, "__func__", None) is state.forward and not is_transformed()
     weights = read_weights(module, state.places, state.device_type) if dtype in _LOW_PRECISION and is_stock else {}
-    if not weights or not _is_recorded(weights, args, kwargs):
-        return original(*args, **kwargs)
-    if state.casts is not None:
-        casts = {place: state.casts.cast(weight, dtype, state) for place, weight in weights.items()}
-        return state.forward(with_weights(module, casts), *args, **kwargs)
-    if not may_set_hooks():
+    tensors = (*weights.values(), *args, *kwargs.values())
+    # Attention takes another path if autograd saves nothing.
+    if not weights or not any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
         return original(*args, **kwargs)
     saves = RecomputableTensors()
     # FSDP2 refills the weight itself, which is alive anyway. The backward casts by the same kernel: bit-exact.
@@ -311,9 +206,3 @@ def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *arg
     }
     with saves.hooks():
         return state.forward(with_weights(module, casts), *args, **kwargs)
-
-
-def _is_recorded(weights: dict[Place, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether autograd saves anything: attention takes another path if it does not."""
-    tensors = (*weights.values(), *args, *kwargs.values())
-    return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)

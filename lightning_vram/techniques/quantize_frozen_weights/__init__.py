@@ -5,7 +5,7 @@ from lightning_vram.techniques.quantize_frozen_weights.apply import (
     dequantize_frozen_weights,
     quantize_frozen_weights,
 )
-from lightning_vram.techniques.quantize_frozen_weights.packing import MIN_BLOCK_SIZE, Library, why_not_installed
+from lightning_vram.techniques.quantize_frozen_weights.packing import MIN_BLOCK_SIZE, Library
 from lightning_vram.techniques.quantize_frozen_weights.quantized_weight import (
     QuantizedWeight,
     quantized_weight,
@@ -21,5 +21,4 @@ __all__ = [
     "quantize_frozen_weights",
     "quantized_weight",
     "read_weights_as",
-    "why_not_installed",
 ]

@@ -57,13 +57,6 @@ def decode_by_library(numbers: Tensor, scales: Tensor, codes: Tensor) -> None:
         numbers.copy_(decode(*settings))
 
 
-def why_not_installed(library: Library) -> str | None:
-    """Return what to install, if anything."""
-    if library != "bitsandbytes" or find_spec(library) is not None:
-        return None
-    return "QuantizeFrozenWeights(library='bitsandbytes') needs bitsandbytes: pip install bitsandbytes."
-
-
 @lru_cache
 def _is_installed() -> bool:
     return find_spec("bitsandbytes") is not None

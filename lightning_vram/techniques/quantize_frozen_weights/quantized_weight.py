@@ -208,6 +208,11 @@ class QuantizedParameter(QuantizedWeight):
         return self
 
 
+def _reading(method: Callable[..., Any]) -> Any:
+    """Return a method of a shard as that of any shard."""
+    return lambda self, *args, **kwargs: _read(method, (self, *args), kwargs)
+
+
 class QuantizedShard(QuantizedParameter, DTensor):
     """The parameter while FSDP2 shards it: reads as the dequantized weight, sharded in the same way."""
 
@@ -216,17 +221,7 @@ class QuantizedShard(QuantizedParameter, DTensor):
         return shard_like(self.dequantize(), self)
 
     # Methods that read or move the local shard without __torch_function__.
-    def full_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of any shard."""
-        return _read(DTensor.full_tensor, (self, *args), kwargs)
-
-    def to_local(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of any shard."""
-        return _read(DTensor.to_local, (self, *args), kwargs)
-
-    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of any shard."""
-        return _read(DTensor.redistribute, (self, *args), kwargs)
+    full_tensor, to_local, redistribute = map(_reading, (DTensor.full_tensor, DTensor.to_local, DTensor.redistribute))
 
     @override
     def detach(self) -> Any:

@@ -2,52 +2,11 @@
 
 from lightning_vram.techniques.sharded_checkpoints.folder import (
     MODULE_STATES,
-    ShardedFolder,
-    check_archive,
     consolidate,
-    explained,
-    prepare_path,
+    local_path,
     read_values,
-    recover,
-    remove,
     write_file,
-    write_folder,
 )
-from lightning_vram.techniques.sharded_checkpoints.states import (
-    Pairs,
-    first_names,
-    gather_module_state,
-    gather_optimizer_state,
-    load_module_state,
-    load_optimizer_state,
-    match_parameters,
-    read_whole,
-    sharded_module_state,
-    sharded_optimizer_state,
-    snapshot,
-)
+from lightning_vram.techniques.sharded_checkpoints.store import CheckpointStore
 
-__all__ = [
-    "MODULE_STATES",
-    "Pairs",
-    "ShardedFolder",
-    "check_archive",
-    "consolidate",
-    "explained",
-    "first_names",
-    "gather_module_state",
-    "gather_optimizer_state",
-    "load_module_state",
-    "load_optimizer_state",
-    "match_parameters",
-    "prepare_path",
-    "read_values",
-    "read_whole",
-    "recover",
-    "remove",
-    "sharded_module_state",
-    "sharded_optimizer_state",
-    "snapshot",
-    "write_file",
-    "write_folder",
-]
+__all__ = ["MODULE_STATES", "CheckpointStore", "consolidate", "local_path", "read_values", "write_file"]

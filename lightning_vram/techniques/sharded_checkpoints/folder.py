@@ -7,24 +7,24 @@ the disk briefly holds both.
 
 To a sharded checkpoint each rank writes its part, and any number of ranks read theirs. The layout is that of
 Lightning's ``ModelParallelStrategy``: ``torch.distributed.checkpoint`` with the keys ``state_dict``, ``optimizer_0``,
-... and ``meta.pt`` with the rest. ``checksums.json``, written last, is ours. No rank ever holds more than its part;
-what is the same on all ranks, such as buffers, rank 0 writes.
+... and ``meta.pt`` with the rest. No rank ever holds more than its part; what is the same on all ranks, such as
+buffers, rank 0 writes.
 """
 
 import contextlib
 import ctypes
 import hashlib
 import io
-import json
 import os
 import pickle
 import re
 import shutil
+import uuid
 import warnings
 import zipfile
-import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -44,13 +44,19 @@ from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from lightning_vram.core.ranks import CheckpointError, current_rank, gather_objects, num_ranks, on_all_ranks
+from lightning_vram.core.ranks import CheckpointError, current_rank, num_ranks, on_all_ranks
 from lightning_vram.core.tensors.codecs import decoded
 from lightning_vram.private_names.checkpoints import read_metadata, unflatten_state_dict
 from lightning_vram.techniques.sharded_checkpoints.states import Pairs, map_leaves, prepare, renamed
 
 _AT_FDCWD = -100  # of Linux's fcntl.h: paths are relative to the working directory
 _RENAME_EXCHANGE = 2
+
+
+def local_path(location: str) -> Path | None:
+    """Convert an address without a protocol, or with ``file://``, to a path; ``None`` for a remote one."""
+    path = location.removeprefix("file://")
+    return None if "://" in path or "::" in path else Path(path)
 
 
 def temporary_path(path: Path) -> Path:
@@ -133,32 +139,31 @@ def _exchange(one: Path, other: Path) -> bool:
     return int(renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE))) == 0
 
 
-# Sharded checkpoints have a file of CRC-32 checksums, computed during the write (0.3 s per GiB); full ones have
-# those of their zip archive. They detect bytes changed by a disk or a copy, not on purpose.
-CHECKSUM_FILE = "checksums.json"
+# All that torch.save writes is a zip archive, with CRC-32 checksums, which torch.load does not compare. They detect
+# bytes changed by a disk or a copy, not on purpose.
 _CHUNK_BYTES = 2**23
-_WAY_OUT = "Resume from another checkpoint, or load this one without the check: verify=False."
 
 
-def check_folder(folder: Path, part: int = 0, num_parts: int = 1) -> None:
-    """Raise ``CheckpointError`` if files differ from their checksums, if any; each rank reads one part of the files."""
-    if not (folder / CHECKSUM_FILE).is_file():
-        return
-    try:
-        entries = json.loads((folder / CHECKSUM_FILE).read_text(encoding="utf-8"))
-        written = sorted((-entry["num_bytes"], name, entry["crc32"]) for name, entry in entries.items())
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{CHECKSUM_FILE} is damaged. {_WAY_OUT}") from error
-    for negative_bytes, name, crc32 in written[part::num_parts]:  # the largest first
-        _check_file(folder / name, -negative_bytes, crc32)
+def check_folder(folder: Path, metadata: Metadata, part: int = 0, num_parts: int = 1) -> None:
+    """Raise ``CheckpointError`` if the archives of a sharded checkpoint are damaged; a rank reads one part of them."""
+    entries = [one for one in (metadata.storage_data or {}).values() if not one.transform_descriptors]
+    entries.sort(key=lambda one: (-one.length, one.relative_path, one.offset))  # the largest first
+    for entry in entries[part::num_parts]:
+        with (folder / entry.relative_path).open("rb") as file:
+            file.seek(entry.offset)
+            _check_zip(io.BytesIO(file.read(entry.length)), entry.relative_path)
+    check_archive(folder / REST_FILE, part, num_parts)
 
 
 def check_archive(path: Path, part: int = 0, num_parts: int = 1) -> None:
     """Raise ``CheckpointError`` if entries of a ``torch.save`` archive are damaged; a rank reads one part of them."""
-    if not is_archive(path):
-        return
+    if is_archive(path):
+        _check_zip(path, path.name, part, num_parts)
+
+
+def _check_zip(source: Path | io.BytesIO, name: str, part: int = 0, num_parts: int = 1) -> None:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(source) as archive:
             entries = sorted(archive.infolist(), key=lambda entry: (-entry.file_size, entry.filename))
             for entry in entries[part::num_parts]:
                 with archive.open(entry) as file:
@@ -167,7 +172,10 @@ def check_archive(path: Path, part: int = 0, num_parts: int = 1) -> None:
     except OSError:
         raise
     except Exception as error:  # of zipfile, zlib or struct
-        raise CheckpointError(f"{path.name} is damaged ({error}). {_WAY_OUT}") from error
+        raise CheckpointError(
+            f"{name} is damaged ({error}). Resume from another checkpoint, or load this one without the check: "
+            "verify=False."
+        ) from error
 
 
 def is_archive(path: Path) -> bool:
@@ -176,78 +184,42 @@ def is_archive(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def _check_file(path: Path, num_bytes: int, crc32: int) -> None:
-    size, found = path.stat().st_size, 0
-    if size != num_bytes:
-        raise CheckpointError(f"{path.name} is damaged: it has {size} bytes instead of {num_bytes}. {_WAY_OUT}")
-    with path.open("rb", buffering=0) as file:
-        while data := file.read(_CHUNK_BYTES):
-            found = zlib.crc32(data, found)
-    if found != crc32:
-        raise CheckpointError(f"{path.name} is damaged: its checksum differs. {_WAY_OUT}")
+class _Writer(FileSystemWriter):
+    """Writes one rank's part of a sharded checkpoint into an empty folder."""
 
+    @override
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Name files after this save: a copy over another one that breaks off leaves none of its files for ours."""
+        plans, name = super().prepare_global_plan(plans), uuid.uuid4().hex[:8]
+        places = [replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{name}_") for plan in plans]
+        return [replace(plan, storage_data=place) for plan, place in zip(plans, places, strict=True)]
 
-class _WatchedFile(io.BufferedWriter):
-    """Calls ``on_write`` with what was written."""
-
-    on_write: Callable[[Any], None]
-
-    def write(self, data: Any) -> int:
-        written = super().write(data)
-        self.on_write(data)
-        return written
-
-
-class CheckedFiles(FileSystem):
-    """Writes files, and collects the checksum of each complete one, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.checksums: dict[str, dict[str, int]] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.BufferedWriter, None, None]:
-        """Create a file; its checksum is complete when it is closed."""
-        name = Path(path).name.removesuffix(".tmp")  # which torch then renames ".metadata.tmp" to
-        checksum = self.checksums[name] = {"num_bytes": 0, "crc32": 0}
-
-        def on_write(data: Any) -> None:
-            checksum["num_bytes"] += memoryview(data).nbytes
-            checksum["crc32"] = zlib.crc32(data, checksum["crc32"])
-
-        with _WatchedFile(Path(path).open("wb", 0)) as stream:
-            stream.on_write = on_write
-            yield stream
-
-
-class CheckedWriter(FileSystemWriter):
-    """Writes one rank's part of a sharded checkpoint into an empty folder; ``files`` has the checksums."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, single_file_per_rank=True, sync_files=True)
-        self.fs = self.files = CheckedFiles()
-
+    @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part; raise disk errors themselves: other ranks see the error without its cause."""
         with naming_disk_errors():
             return super().write_data(plan, planner)
 
 
-def write_file(values: Any, path: Path, on_write: Callable[[int], None] = lambda num_bytes: None) -> None:
-    """Replace a file by one of ``torch.save``; ``on_write`` gets the number of bytes so far.
-
-    On error, such as ``OSError`` of a full disk, the file is unchanged.
-    """
+@contextmanager
+def _replacing(path: Path, *, is_main: bool) -> Generator[Path, None, None]:
+    """Give a hidden path to write to; the main rank publishes it, or deletes it on an error."""
     temporary = temporary_path(path)
     try:
-        with naming_disk_errors(), _WatchedFile(temporary.open("wb", 0)) as file:
-            file.on_write = lambda _: on_write(file.tell())
-            torch.save(values, file)
-        publish(temporary, path)
+        yield temporary
+        if is_main:
+            publish(temporary, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            delete(temporary)
+        if is_main:
+            with contextlib.suppress(OSError):
+                delete(temporary)
         raise
+
+
+def write_file(values: Any, path: Path) -> None:
+    """Replace a file by one of ``torch.save``; on error, such as ``OSError`` of a full disk, it is unchanged."""
+    with _replacing(path, is_main=True) as temporary, naming_disk_errors(), temporary.open("wb") as file:
+        torch.save(values, file)
 
 
 @contextmanager
@@ -264,20 +236,13 @@ def naming_disk_errors() -> Generator[None, None, None]:
         raise cause from None
 
 
-_CLASS = re.compile(r"GLOBAL ([\w.]+)")  # in the message of torch.load(weights_only=True)
 _MAX_REASON = 200
 # clear by themselves: a missing class, the disk; Ctrl-C is no damage
 _CLEAR = (AttributeError, CheckpointError, ImportError, KeyboardInterrupt, MemoryError, OSError)
 
 
 def read_values(path: Path, *, weights_only: bool | None) -> Any:
-    """Read a ``torch.save`` file into host memory, memory-mapped if possible.
-
-    Raises:
-        pickle.UnpicklingError: If it has what ``weights_only`` does not allow.
-        CheckpointError: If it is damaged, or not a checkpoint.
-        OSError: If it cannot be read.
-    """
+    """Read a ``torch.save`` file into host memory, memory-mapped if possible; ``CheckpointError`` if it is damaged."""
     return explained(
         lambda: torch.load(path, map_location="cpu", mmap=is_archive(path), weights_only=weights_only), path.name
     )
@@ -290,15 +255,9 @@ def explained(read: Callable[[], Any], name: str) -> Any:
     except (Exception, CheckpointException) as error:
         # torch.distributed.checkpoint collects errors of all ranks
         first = error.failures[min(error.failures)][0] if isinstance(error, CheckpointException) else error
-        if isinstance(first, _CLEAR):
+        is_refused = isinstance(first, pickle.UnpicklingError) and "GLOBAL" in str(first)  # by weights_only=True
+        if is_refused or isinstance(first, _CLEAR):
             raise first from error
-        found = _CLASS.search(str(first)) if isinstance(first, pickle.UnpicklingError) else None
-        if found:
-            raise pickle.UnpicklingError(
-                f"{name} contains {found[1]}, and weights_only=True, the default, loads only tensors and basic types. "
-                "If you trust its source: trainer.fit(..., weights_only=False), or allow the class with "
-                "torch.serialization.add_safe_globals."
-            ) from error
         reason = str(first).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0][:_MAX_REASON]
         raise CheckpointError(f"{name} is damaged or not a checkpoint ({type(first).__name__}: {reason})") from error
 
@@ -314,20 +273,18 @@ def is_sharded_folder(path: Path) -> bool:
 
 
 class ShardedFolder:
-    """A folder of :func:`write_folder`, the same for all ranks. All calls are collectives.
+    """A folder of :func:`write_folder`, the same for all ranks. All calls are collectives, and raise errors of any.
 
-    Errors of one rank are raised on all: ``CheckpointError`` if the folder cannot be read or is damaged,
-    ``pickle.UnpicklingError`` for what ``weights_only`` (see ``torch.load``) does not allow. ``verify``: compare the
-    files with their checksums, if there are any.
+    ``verify``: compare entries with their checksums.
     """
 
     def __init__(self, folder: Path, *, weights_only: bool | None = None, verify: bool = True) -> None:
         self._folder = folder
         self._weights_only = weights_only
         self._keys = WeakTensorKeyDictionary()  # of the tensors of read_states
-        if verify:
-            self._read(lambda: check_folder(folder, current_rank(), num_ranks()))
         self._metadata: Metadata = self._read(lambda: explained(partial(_read_metadata, folder), METADATA_FILE))
+        if verify:
+            self._read(lambda: check_folder(folder, self._metadata, current_rank(), num_ranks()))
         self._paths: dict[str, tuple[str | int, ...]] = dict(self._metadata.planner_data or {})  # in the nested states
 
     def read_rest(self) -> dict[str, Any]:
@@ -423,28 +380,17 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, process_group: dist.
     rest = dict(checkpoint)
     states = {key: rest.pop(key) for key in MODULE_STATES if key in rest}
     states |= {f"optimizer_{index}": state for index, state in enumerate(rest.pop("optimizer_states", ()))}
-    temporary = temporary_path(path)
-    writer = CheckedWriter(temporary)
-    try:
+    is_main = current_rank() == 0
+    with _replacing(path, is_main=is_main) as temporary:
         save(
             map_leaves(states, lambda leaf: leaf),  # new dicts: torch may flatten them
-            storage_writer=writer,
+            storage_writer=_Writer(temporary),
             planner=_SavePlanner(dedup_save_to_lowest_rank=True),
             process_group=process_group,
         )
-        of_ranks = gather_objects(writer.files.checksums, process_group)
-        if current_rank() == 0:
-            with naming_disk_errors(), writer.files.create_stream(temporary / REST_FILE, "wb") as file:
+        if is_main:
+            with naming_disk_errors(), (temporary / REST_FILE).open("wb") as file:
                 torch.save(rest, file)
-            of_ranks.append(writer.files.checksums)  # with that of the rest
-            checksums = {name: checksum for each in of_ranks for name, checksum in each.items()}
-            (temporary / CHECKSUM_FILE).write_text(json.dumps(dict(sorted(checksums.items()))))
-            publish(temporary, path)
-    except BaseException:
-        if current_rank() == 0:
-            with contextlib.suppress(OSError):
-                delete(temporary)
-        raise
 
 
 def prepare_path(path: Path) -> None:
@@ -483,4 +429,6 @@ def consolidate(
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [renamed(state) for state in checkpoint["optimizer_states"]]
     prepare_path(output)
-    write_file(checkpoint, output, lambda written: on_progress("writing", min(1.0, written / num_bytes)))
+    on_progress("writing", 0.0)
+    write_file(checkpoint, output)
+    on_progress("writing", 1.0)

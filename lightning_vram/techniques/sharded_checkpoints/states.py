@@ -29,6 +29,7 @@ from lightning_vram.private_names.torch import CHECKPOINT_WRAPPED, IncompatibleK
 
 _WRAPPERS = (COMPILED_PART, CHECKPOINT_WRAPPED)
 _MOST_NAMES = 10  # in a message
+_WAY_OUT = "Return the optimizer the checkpoint was saved with: the same parameters, in the same order."
 Pairs = list[tuple[Tensor, Tensor]]  # of a whole tensor in a checkpoint, and one to read it, or the own part, into
 
 
@@ -66,11 +67,10 @@ def check_fit(own: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool)
     if strict:
         complaints += [f"lacks {name}" for name in sorted(own.keys() - given.keys())]
         complaints += [f"has, unlike the module, {name}" for name in sorted(given.keys() - own.keys())]
-    for name, value in given.items():
-        shape = value.shape if isinstance(value, Tensor) else None
-        if name in own and isinstance(own[name], Tensor) and shape != own[name].shape:
-            found = "no tensor" if shape is None else list(shape)
-            complaints.append(f"has {found} for {name} of shape {list(own[name].shape)}")
+    for name in filter(own.__contains__, given):
+        found, shape = (list(getattr(one[name], "shape", ())) for one in (given, own))
+        if found != shape:
+            complaints.append(f"has {found} for {name} of shape {shape}")
     if complaints:
         more = f" and {len(complaints) - _MOST_NAMES} more" if len(complaints) > _MOST_NAMES else ""
         raise ValueError(
@@ -190,10 +190,23 @@ def match_parameters(module: nn.Module, optimizer: Optimizer, state_dict: Mappin
         others = ", with other names" if saved_sizes == own_sizes else ""
         raise ValueError(
             f"The checkpoint's optimizer has {saved_sizes} parameters in its groups, {type(optimizer).__name__} of "
-            f"configure_optimizers has {own_sizes}{others}. Return the optimizer the checkpoint was saved with."
+            f"configure_optimizers has {own_sizes}{others}. {_WAY_OUT}"
         )
     groups = [{**group, "params": keys} for group, keys in zip(state_dict["param_groups"], own, strict=True)]
     return renamed({**state_dict, "param_groups": groups})
+
+
+def check_shapes(module: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any], index: int) -> None:
+    """Refuse states of :func:`match_parameters` with other shapes: fused kernels would read past their end."""
+    names = first_names(module)
+    own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for key, parameter in zip(chain.from_iterable(_keys(state_dict)), own, strict=True):
+        for name, value in state_dict["state"].get(key, {}).items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                raise ValueError(
+                    f"The checkpoint's {name} of {names.get(id(parameter), 'a parameter')} in optimizer {index} has "
+                    f"shape {list(value.shape)}, the parameter {list(parameter.shape)}. {_WAY_OUT}"
+                )
 
 
 def read_whole(pairs: Pairs) -> None:

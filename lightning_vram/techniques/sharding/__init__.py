@@ -3,10 +3,10 @@
 ``apply.py`` shards a module; ``group.py`` and ``parameter.py`` replace FSDP2's objects.
 """
 
-from lightning_vram.techniques.sharding.apply import FirstStepMemory, FullSharding, ShardingOptions, find_named_weights
+from lightning_vram.techniques.sharding.apply import FirstStepMemory, FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.flat_shards import FlatShard
 from lightning_vram.techniques.sharding.group import ShardedGroup
-from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
+from lightning_vram.techniques.sharding.grouping import find_named_weights, plan_sharding_groups
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
 from lightning_vram.techniques.sharding.parameter import (
     WholeNumbers,

@@ -29,10 +29,10 @@ from lightning_vram.private_names.fsdp2 import (
     remove_hooks,
     state_of,
 )
-from lightning_vram.private_names.torch import current_graph_task_id, own_children, own_parameters
-from lightning_vram.techniques.sharding.flat_shards import FlatShard, Place, count_shard_bytes, plan_residency
+from lightning_vram.private_names.torch import current_graph_task_id
+from lightning_vram.techniques.sharding.flat_shards import FlatShard, Place, plan_residency
 from lightning_vram.techniques.sharding.group import ShardedGroup, take_over
-from lightning_vram.techniques.sharding.grouping import ShardingPlan, follow, iterate_chains
+from lightning_vram.techniques.sharding.grouping import ShardingPlan
 from lightning_vram.techniques.sharding.materialization import has_meta, materialize
 from lightning_vram.techniques.sharding.parameter import ShardedParameter, disown
 from lightning_vram.techniques.sharding.removal import WholeParameters
@@ -58,34 +58,22 @@ class ShardingOptions:
 
 
 class FullSharding:
-    """Shards ``module`` in place, until :meth:`remove`.
+    """Shards ``module``, on the host or the meta device, in place, until :meth:`remove`.
 
     Meta layers are materialized group by group, so that at most one group is whole. Layers that are already sharded
-    stay as they are.
-
-    Args:
-        module: On the host, or on the meta device.
-        mesh: Of one dimension, or of two: replicas and shards.
-        plan: Which layers are gathered together.
-        options: How shards are stored.
-
-    Attributes:
-        groups: In the order of the module.
-        home: Device of the shards that are not on the accelerator.
-        on_landed: Called in another thread when gradients of a group are on the host; may be set.
-        is_inside: Whether a whole training step runs within the root's forward.
+    stay as they are. ``mesh``: of one dimension, or of two, replicas and shards.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, options: ShardingOptions) -> None:
         self.module, self.mesh = module, mesh
         self.device = _device_of(mesh.device_type)
-        self.home = torch.device("cpu") if options.on_host else self.device
+        self.home = torch.device("cpu") if options.on_host else self.device  # of shards not on the accelerator
         self.options = options
         self.buffers = HostBuffers(pin_memory=options.pin_memory)
         self.landing = HostWorker("landing gradients", options.num_threads) if options.on_host else None
-        self.groups: list[ShardedGroup] = []
-        self.on_landed: Callable[[ShardedGroup], None] | None = None
-        self.is_inside = False
+        self.groups: list[ShardedGroup] = []  # in the order of the module
+        self.on_landed: Callable[[ShardedGroup], None] | None = None  # by another thread: gradients are on the host
+        self.is_inside = False  # whether a whole training step runs within the root's forward
         self._whole = WholeParameters(module)
         self._sharded: dict[nn.Module, Place] = {}
         self.shards: Mapping[nn.Parameter, nn.Parameter] = self._whole.shards  # of the parameters before
@@ -227,12 +215,15 @@ class FullSharding:
         for modules in parts:  # a parameter belongs to the first that has it
             ours = dict.fromkeys(p for module in modules for p in module.parameters() if p not in claimed)
             claimed.update(ours)
-            sizes = (-(-p.shape[0] // num_shards) * (p.numel() // p.shape[0]) for p in ours)  # padded
-            dtypes = ((options.low_precision_dtype if p in low_precision else None) or p.dtype for p in ours)
-            kinds = zip(ours, sizes, dtypes, strict=True)
-            needs.append(count_shard_bytes((size, p.dtype, dtype, p.requires_grad) for p, size, dtype in kinds))
+            copy_bytes = device_bytes = 0
+            for p in ours:
+                size = -(-p.shape[0] // num_shards) * (p.numel() // p.shape[0])  # padded
+                dtype = (options.low_precision_dtype if p in low_precision else None) or p.dtype
+                copy_bytes += size * dtype.itemsize
+                device_bytes += size * p.dtype.itemsize * (_NUM_HELD if p.requires_grad else 1)
+            needs.append((copy_bytes, device_bytes))
         is_share = isinstance(options.device_bytes, float)
-        budget_bytes = options.device_bytes * (sum(need.device_bytes for need in needs) if is_share else 1)
+        budget_bytes = options.device_bytes * (sum(num_bytes for _, num_bytes in needs) if is_share else 1)
         root, *others = plan_residency([needs[-1], *needs[:-1]], int(budget_bytes))
         return [*others, root]
 
@@ -274,6 +265,7 @@ class FullSharding:
             self.landing, self.home = None, self.device
 
 
+_NUM_HELD = 4  # weight, gradient and the two moments of AdamW, all in the dtype of the weight
 _MARGIN = 10  # 1/10 of device memory stays free: later batches may be larger
 
 
@@ -333,8 +325,7 @@ class UsedParameters:
     def settle(self, noted: Sequence[bool] = ()) -> list[bool]:
         """Give every parameter the gradient it would have on one rank. A collective, except on one rank.
 
-        ``noted``: further flags, equally many on all ranks; returns for each whether any rank has set it.
-        ``RuntimeError`` on all ranks if they gathered other groups, or in another order.
+        ``noted``: further flags; returns for each whether any rank has set it.
         """
         order, self.order = self.order, 0
         if self._num_ranks == 1:
@@ -372,29 +363,6 @@ class UsedParameters:
 # Which weights are transferred in 16 bits: those that only autocast reads, of layers called once before a backward.
 # Then the results are those of 32 bits: autocast casts at each use, and no backward sums gradients of several uses,
 # which the baseline does in fp32.
-_FACTS = ("device", "is_meta", "ndim", "requires_grad", "shape")  # of all dtypes the same
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
-def find_named_weights(root: nn.Module) -> set[nn.Parameter]:
-    """Find the parameters that code of the model's classes names, so that it may see their dtype or round values.
-
-    That is by ``self.layer.weight``, or by ``layer.weight``, for layers in lists. The code of forwards and steps is
-    inspected, not run; that of hooks is not.
-    """
-    found: set[nn.Parameter] = set()
-    for module, chain in iterate_chains(root):
-        if type(module).__module__.startswith("torch.nn."):
-            continue  # it names weights to choose a fast path
-        if chain[0] in ("weight", "bias"):
-            lists = (child for child in own_children(module).values() if isinstance(child, _CONTAINERS))
-            found.update(parameter for child in lists for parameter in child.parameters())
-        for (*_, owner), rest in follow(module, chain):
-            if not (len(rest) > 1 and rest[1] in _FACTS):
-                found.update(p for p in [own_parameters(owner).get(rest[0])] if p is not None)
-    return found
-
-
 class LayerCalls:
     """Calls of one layer, until the end of the first backward after one."""
 
@@ -422,18 +390,16 @@ class LayerCalls:
 class LowPrecisionTrial:
     """Decides which flat shards that autocast would cast are transferred in 16 bits, by calls of layers in a batch.
 
-    Until the end of the first batch that calls layers of a flat shard it is transferred in 32 bits: its gradients must
-    be exact in 16. Layers that were not called are counted on. Afterwards, and in compiled code, only calls of groups
-    are counted.
+    Until the end of the first batch that calls its layers it is transferred in 32 bits: its gradients must be exact in
+    16. Layers that were not called are counted on. Afterwards, and in compiled code, only calls of groups are counted.
     """
 
     def __init__(self, root: nn.Module, groups: Iterable[ShardedGroup]) -> None:
         compiled = {layer for part in root.modules() if is_compiled_part(part) for layer in part.modules()}
         attention: Any = {part.out_proj: part for part in root.modules() if isinstance(part, nn.MultiheadAttention)}
-        self._flat_shards = [(group, flat) for group in groups for flat in group.flat_shards if flat.has_low_precision]
         self._layers: dict[FlatShard, list[LayerCalls]] = {}
         self._used: set[FlatShard] = set()
-        for _, flat in self._flat_shards:
+        for flat in (flat for group in groups for flat in group.flat_shards if flat.has_low_precision):
             flat.is_on_trial = True
             calls: dict[nn.Module, LayerCalls] = {}
             for parameter in flat.parameters:
@@ -448,10 +414,9 @@ class LowPrecisionTrial:
     def end_backward(self) -> list[bool]:
         """Return the observations of this rank, for :meth:`decide`."""
         flags = []
-        for group, flat in self._flat_shards:
-            layers = self._layers[flat]
+        for flat, layers in self._layers.items():
             num_counted = sum(len(calls.parameters) for calls in layers) if flat.is_on_trial else 0
-            is_called_more = group.has_more_calls and num_counted < len(flat.parameters)
+            is_called_more = flat.parameters[0].group.has_more_calls and num_counted < len(flat.parameters)
             flags.append(flat.seen_in_fp32 or is_called_more or any(calls.needs_fp32 for calls in layers))
             flags.append(not layers or any(calls.is_used for calls in layers))
             for calls in layers:
@@ -463,12 +428,12 @@ class LowPrecisionTrial:
 
     def decide(self, flags: Sequence[bool]) -> None:
         """Transfer flat shards in fp32 from now on, by the flags of :meth:`end_backward` on any rank."""
-        flat_shards, self._flat_shards = self._flat_shards, []
-        for (group, flat), needs_fp32, is_used in zip(flat_shards, flags[::2], flags[1::2], strict=True):
+        for flat, needs_fp32, is_used in zip(list(self._layers), flags[::2], flags[1::2], strict=True):
+            self._used.update([flat] if is_used else [])
             if not needs_fp32:
-                self._flat_shards.append((group, flat))
-                self._used.update([flat] if is_used else [])
                 continue
+            for calls in self._layers.pop(flat):
+                calls.handle.remove()
             if not flat.is_on_trial:
                 warnings.warn(
                     f"The layer of weight {flat.parameters[0].name!r} was called more often before a backward "
@@ -480,10 +445,10 @@ class LowPrecisionTrial:
 
     def end_batch(self) -> None:
         """After a batch, transfer flat shards in 16 bit whose layers were called."""
-        for group, flat in self._flat_shards:
+        for flat in self._layers:
             if flat.is_on_trial and flat in self._used:
                 flat.is_on_trial = False
-                group.allow_calls()
+                flat.parameters[0].group.allow_calls()
 
     def forget(self) -> None:
         """Drop the calls of a discarded iteration."""

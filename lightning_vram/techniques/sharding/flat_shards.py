@@ -5,7 +5,6 @@ A flat shard is a run of parameters' shards in one allocation, so that one copy 
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from lightning_vram.core.host.transfers import Ticket
 from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.fsdp2 import memory_of, own_shard_of, set_own_shard
 from lightning_vram.private_names.torch import count_storage_users, num_writes, storage_identity
-from lightning_vram.techniques.sharding.parameter import unwatch, watch
+from lightning_vram.techniques.sharding.parameter import unwatch, upcast, watch
 
 
 class FlatShard:
@@ -35,12 +34,6 @@ class FlatShard:
         is_resident: Whether a copy stays on the device.
         is_split: Whether fp32 shards on the host with bf16 transfers are stored as a bf16 half and a remainder. They
             have memory of their own only from :meth:`open` to :meth:`refresh`, and while other code holds it.
-
-    Attributes:
-        shards: The flat shard; ``None`` while only ``split`` is stored.
-        resident: The copy on the device, if any.
-        seen_in_fp32: Whether code has written to its group in a step, or computed with its parameters in fp32.
-        may_grow: Whether the copy becomes larger when weights turn out to need fp32, or is dropped.
     """
 
     def __init__(  # noqa: PLR0913 - one caller
@@ -55,9 +48,11 @@ class FlatShard:
         is_split: bool = False,
     ) -> None:
         self.parameters, self.dtype, self.device = list(parameters), dtype, device
-        self.is_fp32 = self.is_on_trial = self.needs_fp32 = self.seen_in_fp32 = False
+        self.is_fp32 = self.is_on_trial = self.needs_fp32 = False
+        self.seen_in_fp32 = False  # written in a step, or computed with in fp32
         self._sizes = [parameter.memory.numel() for parameter in parameters]
         self.numel: int = sum(self._sizes)
+        # ``None`` while only ``split`` is stored
         self.shards: Tensor | None = _gather(parameters, self._sizes, home, pin_memory=pin_memory)
         self.own_dtype, self.own_device = self.shards.dtype, self.shards.device
         self.is_split = is_split and (self.own_dtype, dtype) == (torch.float32, torch.bfloat16)
@@ -67,7 +62,7 @@ class FlatShard:
         is_low_precision = self.has_low_precision and home != device and not self.is_split
         self._low_precision = make_host_tensor(self.numel, dtype, pin_memory=pin_memory) if is_low_precision else None
         self.resident = self._make_copy() if is_resident else None
-        self.may_grow = True
+        self.may_grow = True  # whether the copy becomes larger when weights turn out to need fp32, or is dropped
         self._seen = -1  # version of the shards that the copies are of
         self._fetched: torch.Event | None = None
         self._arrived: torch.Event | None = None
@@ -109,7 +104,7 @@ class FlatShard:
             gradient = parameter.low_precision_gradient
             if gradient is not None and gradient is parameter.sharded_param.grad:
                 self._has_sums = True  # gradients are accumulated: from now on in fp32
-            parameter.upcast_gradient()
+            upcast(gradient)
 
     def set_fp32(self, *, is_fp32: bool) -> None:
         """Choose whether fetches transfer fp32. Parameters gathered in the other dtype must be out of use."""
@@ -336,46 +331,18 @@ class ShardSteps:
 # copy saves at least 1 byte for each of its own, and what comes to it at most 2/3.
 Place = Literal["host", "copy", "device"]
 
-_NUM_FETCHES = 2  # for the forward and for the backward
-_NUM_HELD = 4  # weight, gradient and the two moments of AdamW, all in the dtype of the weight
 
+def plan_residency(groups: Sequence[tuple[int, int]], budget_bytes: int) -> list[Place]:
+    """Choose where each group's shards are stored, by the bytes of its copy, and of all that it has on the device.
 
-@dataclass(frozen=True)
-class ShardBytes:
-    """Bytes of one group, on one rank."""
-
-    copy_bytes: int  # of a copy on the device
-    device_bytes: int  # of weights, gradients and moments on the device
-    sent_bytes: int  # over PCIe in a step
-    sent_with_copy_bytes: int  # over PCIe in a step, with a copy on the device
-
-
-def count_shard_bytes(shards: Iterable[tuple[int, torch.dtype, torch.dtype, bool]]) -> ShardBytes:
-    """Count for shards of one group, given as (numel, dtype, transfer dtype, whether trained)."""
-    copied = held = sent = sent_with_copy = 0
-    for numel, dtype, transfer_dtype, is_trained in shards:
-        one = numel * transfer_dtype.itemsize
-        copied += one
-        held += numel * dtype.itemsize * (_NUM_HELD if is_trained else 1)
-        sent += one * (_NUM_FETCHES + is_trained)
-        sent_with_copy += 2 * one * is_trained
-    return ShardBytes(copied, held, sent, sent_with_copy)
-
-
-def plan_residency(groups: Sequence[ShardBytes], budget_bytes: int) -> list[Place]:
-    """Choose where each group's shards are stored. ``groups`` in the order of computation.
-
-    Greedy, by PCIe bytes saved per device byte; at equal gain the first groups, whose steps are the last to finish
-    before the next forward. A group that does not fit is skipped. A larger budget never takes fewer bytes, nor saves
-    less.
+    ``groups`` in the order of computation: the steps of the first ones are the last to finish before the next forward,
+    so that they come first. One that does not fit is skipped.
     """
-    used = [(index, group) for index, group in enumerate(groups) if group.device_bytes]
-    copies = [(i, group.copy_bytes, group.sent_bytes - group.sent_with_copy_bytes) for i, group in used]
-    rests = [(i, group.device_bytes - group.copy_bytes, group.sent_with_copy_bytes) for i, group in used]
     places: list[Any] = ["host"] * len(groups)
-    for before, after, steps in (("host", "copy", copies), ("copy", "device", rests)):
-        for index, num_bytes, _ in sorted(steps, key=lambda step: -step[2] / max(step[1], 1)):
-            if places[index] == before and num_bytes <= budget_bytes:
+    for before, after in (("host", "copy"), ("copy", "device")):
+        for index, (copy_bytes, device_bytes) in enumerate(groups):
+            num_bytes = copy_bytes if after == "copy" else device_bytes - copy_bytes
+            if device_bytes and places[index] == before and num_bytes <= budget_bytes:
                 places[index] = after
                 budget_bytes -= num_bytes
     return places

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from types import CodeType
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_vram.argument_checks import check_positive_int
@@ -25,6 +24,8 @@ from lightning_vram.private_names.torch import own_children, own_parameters
 _ENTRIES = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _ATTRIBUTE_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 _HARMLESS = ("dtype", "is_meta", "ndim", "requires_grad", "shape")  # the same of a shard
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 Chain = tuple[str, ...]
 
@@ -61,14 +62,33 @@ def find_entered_modules(root: nn.Module) -> set[nn.Module]:
     }
 
 
-def iterate_chains(root: nn.Module) -> Iterator[tuple[nn.Module, Chain]]:
+def find_named_weights(root: nn.Module) -> set[nn.Parameter]:
+    """Find the parameters that code of the model's classes names, so that it may see their dtype or round values.
+
+    That is by ``self.layer.weight``, or by ``layer.weight``, for layers in lists. The code of forwards and steps is
+    inspected, not run; that of hooks is not.
+    """
+    found: set[nn.Parameter] = set()
+    for module, chain in _iterate_chains(root):
+        if type(module).__module__.startswith("torch.nn."):
+            continue  # it names weights to choose a fast path
+        if chain[0] in ("weight", "bias"):
+            lists = (child for child in own_children(module).values() if isinstance(child, _CONTAINERS))
+            found.update(parameter for child in lists for parameter in child.parameters())
+        for (*_, owner), rest in _follow(module, chain):
+            is_read = rest[1:2] == ("dtype",) or not (len(rest) > 1 and rest[1] in _HARMLESS)
+            found.update(p for p in [own_parameters(owner).get(rest[0])] if p is not None and is_read)
+    return found
+
+
+def _iterate_chains(root: nn.Module) -> Iterator[tuple[nn.Module, Chain]]:
     """Yield the modules, each with all chains of attributes in the code of its class (``self.a.b``)."""
     chains = {kind: _read_chains(kind) for kind in set(map(type, root.modules()))}
     for module in root.modules():
         yield from ((module, chain) for chain in chains[type(module)])
 
 
-def follow(module: nn.Module, chain: Chain) -> Iterator[tuple[list[nn.Module], Chain]]:
+def _follow(module: nn.Module, chain: Chain) -> Iterator[tuple[list[nn.Module], Chain]]:
     """Yield the modules along ``chain`` from each of its attributes on, and the rest, if neither is empty."""
     for start in range(len(chain)):
         path, rest = [module], chain[start:]
@@ -80,8 +100,8 @@ def follow(module: nn.Module, chain: Chain) -> Iterator[tuple[list[nn.Module], C
 
 
 def _follow_all(root: nn.Module) -> Iterator[tuple[list[nn.Module], Chain]]:
-    for module, chain in iterate_chains(root):
-        yield from follow(module, chain)
+    for module, chain in _iterate_chains(root):
+        yield from _follow(module, chain)
 
 
 def _read_chains(kind: type) -> set[Chain]:
@@ -118,15 +138,10 @@ _MIN_PARAMS = 1_000_000
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What to call ``fully_shard`` with.
+    """What to call ``fully_shard`` with."""
 
-    Attributes:
-        groups: Names of modules, one tuple per call, nested groups first; the root, sharded last, is in none.
-        replicated: All names of parameters without a dimension or elements, which FSDP2 cannot shard.
-    """
-
-    groups: tuple[tuple[str, ...], ...]
-    replicated: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...]  # modules by name, for each call, nested ones first; the root is in none
+    replicated: tuple[str, ...]  # all names of parameters without a dimension or elements, which FSDP2 cannot shard
 
 
 def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: int = _MIN_PARAMS) -> ShardingPlan:
@@ -145,17 +160,18 @@ def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: 
 
     Raises:
         TypeError: If ``wrap`` is none of these, or ``min_params`` no integer.
-        ValueError: If ``wrap`` matches nothing or what cannot be a group, ``min_params`` is not positive, or the model
-            has parameters without a shape, or expanded ones.
+        ValueError: If ``wrap`` matches nothing or what cannot be a group, or ``min_params`` is not positive.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
         >>> plan_sharding_groups(model, min_params=50)
         ShardingPlan(groups=(('0',), ('2',)), replicated=())
     """
-    check_wrap(wrap)
+    is_function = callable(wrap) and not isinstance(wrap, type)
+    is_list = isinstance(wrap, Sequence) and len(wrap) > 0 and not isinstance(wrap, str)
+    if not (wrap == "auto" or is_function or (is_list and all(isinstance(kind, str | type) for kind in wrap))):
+        raise TypeError(f"wrap must be 'auto', a list of classes or their names, or a function, got {wrap!r}.")
     check_positive_int("min_params", min_params)
-    _check_parameters(module)
     names = {part: name for name, part in module.named_modules()}
     skipped = {inner for part in sharded_modules(module) for inner in part.modules()}
     read = find_read_modules(module)
@@ -175,29 +191,6 @@ def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: 
         groups=tuple(tuple(names[part] for part in group) for group in inner_first),
         replicated=tuple(name for name, parameter in parameters if not (parameter.dim() and parameter.numel())),
     )
-
-
-def check_wrap(wrap: Any, name: str = "wrap") -> None:
-    """Check the kind of ``wrap``, an argument that messages call ``name``.
-
-    Raises:
-        TypeError: If it is none of what :func:`plan_sharding_groups` accepts.
-    """
-    is_function = callable(wrap) and not isinstance(wrap, type)
-    is_list = isinstance(wrap, Sequence) and len(wrap) > 0 and not isinstance(wrap, str)
-    if not (wrap == "auto" or is_function or (is_list and all(isinstance(kind, str | type) for kind in wrap))):
-        raise TypeError(f"{name} must be 'auto', a list of classes or their names, or a function, got {wrap!r}.")
-
-
-def _check_parameters(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
-            raise ValueError(f"Parameter {name!r} has no shape yet: run the model on a batch before it is sharded.")
-        if any(size > 1 and not stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
-            raise ValueError(
-                f"Parameter {name!r} is an expanded tensor (strides {parameter.stride()}), whose elements share "
-                "memory: use a copy, nn.Parameter(values.clone())."
-            )
 
 
 def _plan_alone(module: nn.Module, min_params: int, read: set[nn.Module], skipped: set[nn.Module]) -> list[Group]:
@@ -241,9 +234,6 @@ def _is_chosen(kind: str | type[nn.Module] | Callable[[str, nn.Module], bool], n
     if isinstance(kind, str):
         return type(part).__name__ == kind
     return isinstance(part, kind) if isinstance(kind, type) else kind(name, part)
-
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class _BlockFinder:

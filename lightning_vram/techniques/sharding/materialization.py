@@ -39,16 +39,8 @@ def materialize(
 
     Values come from ``reset_parameters()`` or ``init_weights()`` of each module in and around ``module``, inner ones
     first, then from ``_init_weights(part)`` of the nearest module around each part that has one. Other tensors of
-    ``model``, and the caller's RNG state, are unchanged.
-
-    Args:
-        module: Not sharded yet.
-        seed: The same on all ranks.
-        model: The whole model, for names and the initializers around ``module``; ``None``: ``module``.
-        uninitialized_ok: Set tensors without an initializer to zero: a checkpoint will be loaded.
-
-    Raises:
-        TypeError: If some classes do not initialize all tensors.
+    ``model``, the whole of which ``module`` is a part, and the caller's RNG state, are unchanged. Tensors without an
+    initializer are a ``TypeError``, or become zeros if ``uninitialized_ok``: a checkpoint will be loaded.
     """
     model = model or module
     fresh = {id(tensor): tensor for _, tensor in _named_tensors(module) if tensor.is_meta}

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -38,12 +37,7 @@ from lightning_vram.private_names.fsdp2 import (
     set_own_shard,
     wrap_like,
 )
-from lightning_vram.private_names.torch import (
-    accumulation_hooks,
-    gradient_hooks,
-    local_shard_of,
-    tree_leaves,
-)
+from lightning_vram.private_names.torch import accumulation_hooks, gradient_hooks, local_shard_of, tree_leaves
 
 if TYPE_CHECKING:
     from lightning_vram.techniques.sharding.apply import FullSharding
@@ -128,9 +122,9 @@ def own(tensor: Tensor, owner: Any) -> None:
 
 
 def disown(tensor: Tensor) -> None:
-    """Undo :func:`own`."""
-    if type(tensor) is OwnedTensor:
-        tensor.__class__ = DTensor  # type: ignore[assignment]
+    """Undo :func:`own`, or :func:`watch` for one."""
+    if type(tensor) in _PLAIN:
+        tensor.__class__ = _PLAIN[type(tensor)]
         del vars(tensor)[_OWNER]
 
 
@@ -183,9 +177,6 @@ class _Pending:
         self._wait()
 
 
-_WAIT = f"{OURS}wait_until_written"  # an attribute: what it refers to may refer to the tensor
-
-
 class WatchedTensor(Tensor):
     """Class of a regular tensor while watched, such as a step count. The writer has an alias."""
 
@@ -195,10 +186,11 @@ class WatchedTensor(Tensor):
     ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if type(leaf) is WatchedTensor:
-                wait = vars(leaf)[_WAIT]
-                unwatch([leaf])
-                wait()
+                _owner_of(leaf).before_use(leaf)
         return func(*args, **(kwargs or {}))
+
+
+_PLAIN: dict[type[Tensor], Any] = {OwnedTensor: DTensor, WatchedTensor: Tensor}
 
 
 def watch(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
@@ -208,33 +200,23 @@ def watch(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
     """
     pending = _Pending(wait)
     for tensor in tensors:
-        kind = type(tensor)
-        if kind is Tensor or kind is WatchedTensor:
-            tensor.__class__ = WatchedTensor
-            vars(tensor)[_WAIT] = wait
-        elif kind is DTensor or (kind is OwnedTensor and type(vars(tensor)[_OWNER]) is _Pending):
-            tensor.__class__ = OwnedTensor
+        if type(tensor) in (Tensor, DTensor) or _is_pending(tensor):
+            tensor.__class__ = OwnedTensor if isinstance(tensor, DTensor) else WatchedTensor
             vars(tensor)[_OWNER] = pending
 
 
 def unwatch(tensors: Iterable[Tensor]) -> None:
     """Undo :func:`watch`."""
-    for tensor in tensors:
-        if type(tensor) is WatchedTensor:
-            tensor.__class__ = Tensor  # type: ignore[assignment]
-            del vars(tensor)[_WAIT]
-        elif type(tensor) is OwnedTensor and type(vars(tensor)[_OWNER]) is _Pending:
-            tensor.__class__ = DTensor  # type: ignore[assignment]
-            del vars(tensor)[_OWNER]
+    for tensor in filter(_is_pending, tensors):
+        disown(tensor)
+
+
+def _is_pending(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and type(vars(tensor)[_OWNER]) is _Pending
 
 
 _LOW_PRECISION = f"{OURS}low_precision"
 _FACTORS = f"{OURS}factors"
-
-
-def keep_low_precision(gradient: Tensor, values: Tensor) -> None:
-    """Let ``gradient``, an empty ``DTensor``, have the values of ``values`` until :func:`upcast`."""
-    vars(gradient)[_LOW_PRECISION], vars(gradient)[_FACTORS] = values, []
 
 
 def low_precision_of(gradient: Tensor | None) -> Tensor | None:
@@ -334,14 +316,14 @@ def make_announcement(sharding: "FullSharding") -> Any:
     FSDP2 misses it if none of its layers takes part. Micro-batches may continue with this hook, which only tells. It
     refers weakly: the garbage collector does not see hooks, and would leak a cycle of tensor, hook and owner.
     """
-    hook: Any = partial(_announce, weakref.ref(sharding))
-    hook.only_tells = True
-    return hook
+    owner = weakref.ref(sharding)
 
+    def announce(_: Tensor) -> None:
+        if (sharding := owner()) is not None and sharding.is_inside:
+            announce_backward(sharding.module)
 
-def _announce(sharding: "weakref.ref[FullSharding]", _: Tensor) -> None:
-    if (owner := sharding()) is not None and owner.is_inside:
-        announce_backward(owner.module)
+    announce.only_tells = True  # type: ignore[attr-defined]
+    return announce
 
 
 class ShardedParameter(ParameterBase):
@@ -359,22 +341,20 @@ class ShardedParameter(ParameterBase):
     wants_gradient: bool
     is_counted = False  # whether calls of its layer are; compiled code rounds gradients otherwise
     version: int  # of the gathered parameter, when it was gathered
-    sent: Tensor | None  # a gradient in transfer
-    buffer: Tensor | None  # where it goes, flat; ``None`` if it is on the host already
-    is_reducing: bool  # in FSDP2
-    _held: Any  # the gradient that is set aside during a reduction
-    _has_landed: bool
+    sent: Tensor | None = None  # a gradient in transfer
+    buffer: Tensor | None = None  # where it goes, flat; ``None`` if it is on the host already
+    is_reducing = False  # in FSDP2
+    _held: Any = None  # the gradient that is set aside during a reduction
+    _has_landed = False
     _is_hooked: bool
-    _proxy: Any  # a gradient for FSDP2 to set
-    _low_precision: "weakref.ref[Tensor] | None"  # the last gradient in 16 bit
+    _proxy: Any = None  # a gradient for FSDP2 to set
+    _low_precision: "weakref.ref[Tensor] | None" = None  # the last gradient in 16 bit
 
     def take_over(self, group: "ShardedGroup", flat_shard: "FlatShard", announcement: Any) -> None:
         """Initialize."""
         look_past_attribute(self)
         self.begin()
         self.group, self.flat_shard, self.announcement = group, flat_shard, announcement
-        self.sent = self.buffer = self._held = self._proxy = self._low_precision = None
-        self.is_reducing = self._has_landed = False
         self.wants_gradient = self.sharded_param.requires_grad
         own(self.sharded_param, self)
 
@@ -547,7 +527,7 @@ class ShardedParameter(ParameterBase):
         else:
             nothing = torch.full((), torch.nan, dtype=shard.dtype)
             shard.grad = proxy = wrap_like(nothing.expand(gradient.shape), shard)
-            keep_low_precision(proxy, gradient)
+            vars(proxy)[_LOW_PRECISION], vars(proxy)[_FACTORS] = gradient, []  # until upcast
             self._low_precision = weakref.ref(proxy)
             self.watch_gradient()
 
@@ -563,7 +543,3 @@ class ShardedParameter(ParameterBase):
         if gradient is not None:
             held = weakref.ref(gradient)
             watch([gradient], lambda: upcast(held()))
-
-    def upcast_gradient(self) -> None:
-        """Upcast the 16-bit gradient."""
-        upcast(self.low_precision_gradient)

@@ -9,15 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.tensors.properties import WHOLE_LAYOUT, sharded_modules, stored_as
-from lightning_vram.private_names.fsdp2 import (
-    MARKS,
-    can_reset,
-    discard_step,
-    groups_of,
-    is_root,
-    place_of,
-    put_back,
-)
+from lightning_vram.private_names.fsdp2 import MARKS, can_reset, discard_step, groups_of, is_root, place_of, put_back
 from lightning_vram.private_names.torch import ConvBase, local_shard_of, own_buffers, own_parameters
 from lightning_vram.techniques.sharding.group import ShardedGroup
 
@@ -153,10 +145,7 @@ def discard_failed_iteration(module: nn.Module) -> None:
     Call it outside the ``except`` block, when nothing holds the graph, on every rank: all must have failed or given up
     at the same collective. Afterwards parameters are sharded. Gradients accumulated unreduced
     (``set_requires_gradient_sync(False)``) are lost; gradients of shards stay, some with those of the failed backward:
-    save them before and put them back.
-
-    Raises:
-        RuntimeError: If ``module`` is only a part of an FSDP2 model.
+    save them before and put them back. ``module`` must not be a part of an FSDP2 model.
     """
     parts = list(sharded_modules(module))
     inner = {part for outer in parts for part in sharded_modules(outer) if part is not outer}

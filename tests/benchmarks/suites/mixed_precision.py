@@ -87,7 +87,7 @@ def track_fake(num_layers: int, *, recast: bool = False, norms: bool = False, pa
         if norms:
             keep_norms_low(model, "cpu")
         if recast:
-            WeightCasts(model, "cpu", recast_in_backward=True)
+            WeightCasts(model, "cpu")
         kept = {p for part in model.modules() if isinstance(part, torch.nn.LayerNorm) for p in part.parameters()}
         lean = [p for p in model.parameters() if p not in kept] if parameters != "fp32" else []
         lean_parameters = LeanParameters(lean, parameters if lean else "bf16+split")

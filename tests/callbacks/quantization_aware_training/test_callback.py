@@ -272,20 +272,20 @@ SHARDS = ": a scale is that of a whole weight, and FSDP2 shards it. Use 'ddp' or
         (
             [QuantizeFrozenWeights],
             dict,
-            "QuantizationAwareTraining does not work with QuantizeFrozenWeights, whose weights are quantized "
-            "already: leave one out.",
+            "QuantizationAwareTraining does not work with QuantizeFrozenWeights, which quantizes weights already. "
+            "Leave one out.",
         ),
         (
             [TokenTiling],
             dict,
-            "QuantizationAwareTraining does not work with TokenTiling, whose tiles would each move the range of a "
-            "layer's inputs: leave one out.",
+            "QuantizationAwareTraining does not work with TokenTiling, which would move the range of a layer's inputs "
+            "with each tile. Leave one out.",
         ),
         (
             [EMAWeightAveraging],
             dict,
-            "QuantizationAwareTraining does not work with EMAWeightAveraging, whose copy of the module has no ranges "
-            "of inputs: leave one out.",
+            "QuantizationAwareTraining does not work with EMAWeightAveraging, which copies the module without the "
+            "ranges of inputs. Leave one out.",
         ),
         (
             [],
@@ -318,7 +318,7 @@ def test_a_model_without_layers_and_files_of_others_are_named(fit, tmp_path):
     for other in (QuantizeFrozenWeights(), EMAWeightAveraging()):
         message = (
             f"quantize_after_fit does not work with {type(other).__name__}, which also changes the module in "
-            "validation: pass a Trainer without it that has validated the module."
+            "validation. Leave one out."
         )
         with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
             quantize_after_fit(pl.Trainer(callbacks=[other], logger=False, accelerator="cpu"), tmp_path / "q.pt")

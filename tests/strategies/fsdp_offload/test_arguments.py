@@ -19,19 +19,17 @@ WRONG = [
     (
         {"device_bytes": "8GiB", "offload": "none"},
         ValueError,
-        "(device_bytes='8GiB') chooses what stays on the device: it needs the default offload='params', "
-        "got offload='none'.",
+        "(device_bytes='8GiB') needs offload='params', got 'none'.",
     ),
     (
         {"device_bytes": 0, "offload": "optimizer"},
         ValueError,
-        "(device_bytes=0) chooses what stays on the device: it needs the default offload='params', got "
-        "offload='optimizer'.",
+        "(device_bytes=0) needs offload='params', got 'optimizer'.",
     ),
     (
         {"device_bytes": 1.5},
         ValueError,
-        "(device_bytes) as a float is a share of the model state, from 0.0 to 1.0, got 1.5.",
+        "(device_bytes) as a share must be from 0.0 to 1.0, got 1.5.",
     ),
     ({"device_bytes": -1}, ValueError, "(device_bytes) must not be negative, got -1."),
     (
@@ -52,14 +50,13 @@ WRONG = [
     (
         {"host_state": "8bit", "offload": "none"},
         ValueError,
-        "(host_state='8bit') is a format of moments on the host, but offload='none' keeps them on the "
-        "device. Use MomentsInBF16 or LowBitOptimizer there.",
+        "(host_state='8bit') needs offload='params' or 'optimizer', got 'none'.",
     ),
     ({"master": "bf16"}, ValueError, "(master) must be 'fp32' or 'split', got 'bf16'."),
     (
         {"master": "split", "offload": "none"},
         ValueError,
-        "(master='split') is a format of weights on the host, but offload='none' keeps them on the device.",
+        "(master='split') needs offload='params' or 'optimizer', got 'none'.",
     ),
     ({"shard": "half"}, ValueError, "(shard) must be 'full', 'grad_op' or 'hybrid', got 'half'."),
     ({"state_dict_type": "local"}, ValueError, "(state_dict_type) must be 'full' or 'sharded', got 'local'."),
@@ -73,37 +70,31 @@ WRONG = [
     (
         {"data_parallel_replicate_size": 2},
         ValueError,
-        "(data_parallel_replicate_size=2) needs shard='hybrid', got shard='full'.",
+        "(data_parallel_replicate_size=2) needs shard='hybrid', got 'full'.",
     ),
     (
         {"shard": "grad_op", "reshard_after_forward": True},
         ValueError,
-        "(shard='grad_op') keeps layers whole after the forward, but reshard_after_forward=True shards "
-        "them. Leave one of them out.",
+        "(reshard_after_forward=True) needs shard='full' or 'hybrid', got 'grad_op'.",
     ),
     (
         {"pin_memory": True, "offload": "none"},
         ValueError,
-        "(pin_memory=True) pins offloaded tensors, but offload='none' offloads none.",
+        "(pin_memory=True) needs offload='params' or 'optimizer', got 'none'.",
     ),
     (
         {"bind_to_numa_node": True, "offload": "none"},
         ValueError,
-        "(bind_to_numa_node=True) binds the threads of optimizer steps on the host, but offload='none' has none.",
+        "(bind_to_numa_node=True) needs offload='params' or 'optimizer', got 'none'.",
     ),
     (
         {"nvme_path": "/scratch", "offload": "none"},
         ValueError,
-        "(nvme_path='/scratch') stores optimizer state of steps on the host, but offload='none' has none.",
+        "(nvme_path='/scratch') needs offload='params' or 'optimizer', got 'none'.",
     ),
-    ({"timeout": 0}, ValueError, "(timeout) must be a positive number of seconds or a timedelta, got 0."),
-    (
-        {"timeout": float("inf")},
-        ValueError,
-        "(timeout) must be a positive number of seconds or a timedelta, got inf.",
-    ),
-    ({"timeout": True}, ValueError, "(timeout) must be a positive number of seconds or a timedelta, got True."),
-    ({"timeout": "10"}, ValueError, "(timeout) must be a positive number of seconds or a timedelta, got '10'."),
+    ({"timeout": 0}, ValueError, "(timeout) must be at least 1, got 0."),
+    ({"timeout": True}, TypeError, "(timeout) must be seconds, or a timedelta, got True of type bool."),
+    ({"timeout": "10"}, TypeError, "(timeout) must be seconds, or a timedelta, got '10' of type str."),
 ]
 FLAGS = [
     *("narrow_transfers", "async_save", "verify", "init_on_meta"),

@@ -34,8 +34,8 @@ def _alone():
 def test_a_callback_that_copies_the_module_is_refused(make_trainer):
     with pytest.raises(
         MisconfigurationException,
-        match=r"^StochasticWeightAveraging does not work with ForkingOffload: it copies or replaces parameters, and "
-        r"these are shards\. Average with WeightAveraging; prune with 'ddp' or a single device\.$",
+        match=r"^ForkingOffload does not work with StochasticWeightAveraging, which copies parameters, and these are "
+        r"shards: average with WeightAveraging\. Leave one out\.$",
     ):
         make_trainer(strategy=ForkingOffload(), callbacks=[StochasticWeightAveraging(1e-2)]).fit(Fused())
 
@@ -43,8 +43,8 @@ def test_a_callback_that_copies_the_module_is_refused(make_trainer):
 def test_pruning_is_refused(make_trainer):
     with pytest.raises(
         MisconfigurationException,
-        match=r"^ModelPruning does not work with ForkingOffload: it copies or replaces parameters, and "
-        r"these are shards\. Average with WeightAveraging; prune with 'ddp' or a single device\.$",
+        match=r"^ForkingOffload does not work with ModelPruning, which replaces parameters, and these are shards: "
+        r"prune with 'ddp' or a single device\. Leave one out\.$",
     ):
         make_trainer(strategy=ForkingOffload(), callbacks=[ModelPruning("l1_unstructured")]).fit(Fused())
 

@@ -12,7 +12,7 @@ from support.helpers import LitTiny, TinyCNN, assert_equal_weights
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from lightning_vram.strategies.fsdp_offload.checkpoints import CheckpointStore
+from lightning_vram.techniques.sharded_checkpoints import CheckpointStore
 from lightning_vram.techniques.sharded_checkpoints.folder import consolidate, write_folder
 from lightning_vram.techniques.sharded_checkpoints.states import sharded_module_state, sharded_optimizer_state
 

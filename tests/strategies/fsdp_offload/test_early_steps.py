@@ -155,8 +155,8 @@ CASES = [
 @pytest.mark.parametrize(("make", "make_arguments", "expected"), CASES)
 def test_a_step_begins_early_where_nobody_can_tell(make, make_arguments, expected, make_trainer, monkeypatch):
     early, late = set(), set()
-    make_early = base.EarlySteps
-    monkeypatch.setattr(base, "EarlySteps", lambda trainer: noting(early, make_early(trainer)))
+    make_early = base.make_early
+    monkeypatch.setattr(base, "make_early", lambda trainer: noting(early, make_early(trainer)))
     monkeypatch.setattr(base, "may_clip_late", noting(late, base.may_clip_late))
     trainer = make_trainer(strategy=ForkingOffload(), max_epochs=1, limit_val_batches=0, **make_arguments())
     trainer.fit(make())

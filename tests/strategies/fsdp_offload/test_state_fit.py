@@ -10,8 +10,10 @@ from support.checkpoint_nets import make_net, train
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from lightning_vram.strategies.fsdp_offload.checkpoints import CheckpointStore, check_states
+from lightning_vram.optimizers.moment_forms import is_elementwise
+from lightning_vram.techniques.sharded_checkpoints import CheckpointStore
 from lightning_vram.techniques.sharded_checkpoints.states import (
+    check_shapes,
     gather_optimizer_state,
     sharded_module_state,
     sharded_optimizer_state,
@@ -37,7 +39,7 @@ def make_states(kind: Callable[..., Optimizer] = AdamW) -> tuple[nn.Module, Opti
 
 
 def check(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    check_states(module, optimizer, state, 0)
+    check_shapes(module, optimizer, state, 0)
 
 
 def refusal(module: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> str:
@@ -53,27 +55,11 @@ def test_an_optimizers_own_states_fit(kind: Callable[..., Optimizer]):
     check(module, kind(module.parameters()), state)  # one that has not stepped yet
 
 
-def test_options_of_the_checkpoint_say_which_states_there_are():
-    module, _, state = make_states(lambda parameters: AdamW(parameters, amsgrad=True))
-    check(module, AdamW(module.parameters()), state)
-
-
 def test_another_order_of_parameters_is_refused():
     module, _, state = make_states()
     turned = AdamW(reversed(list(module.parameters())))
     assert refusal(module, turned, state) == (
-        "The checkpoint's state of 1.bias in optimizer 0 does not suit AdamW: its exp_avg has shape [3, 4], the "
-        f"parameter [2]. {WAY_OUT}"
-    )
-
-
-def test_names_are_compared_where_both_have_them():
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    named = list(module.named_parameters())
-    saved = AdamW(named).state_dict()
-    check(module, AdamW(named), saved)
-    assert refusal(module, AdamW(named[2:] + named[:2]), saved) == (
-        f"The checkpoint has 0.weight where group 0 of optimizer 0 has 1.weight. {WAY_OUT}"
+        f"The checkpoint's exp_avg of 1.bias in optimizer 0 has shape [3, 4], the parameter [2]. {WAY_OUT}"
     )
 
 
@@ -81,15 +67,7 @@ def test_a_state_of_another_shape_is_refused():
     module, optimizer, state = make_states()
     state["state"][0]["exp_avg"] = torch.zeros(3)
     assert refusal(module, optimizer, state) == (
-        "The checkpoint's state of 0.weight in optimizer 0 does not suit AdamW: its exp_avg has shape [3], the "
-        f"parameter [3, 4]. {WAY_OUT}"
-    )
-
-
-def test_a_state_of_another_optimizer_is_refused():
-    module, _, state = make_states(lambda parameters: SGD(parameters, 0.1, momentum=0.9))
-    assert refusal(module, AdamW(module.parameters()), state) == (
-        f"The checkpoint's state of 0.weight in optimizer 0 does not suit AdamW: it has no exp_avg. {WAY_OUT}"
+        f"The checkpoint's exp_avg of 0.weight in optimizer 0 has shape [3], the parameter [3, 4]. {WAY_OUT}"
     )
 
 
@@ -99,9 +77,9 @@ def test_an_optimizer_that_nobody_has_read_may_keep_what_it_likes():
             for parameter in self.param_groups[0]["params"]:
                 self.state[parameter]["rows"] = parameter.sum(0)
 
-    module, optimizer, state = make_states(lambda parameters: Own(parameters, {}))
+    _, optimizer, state = make_states(lambda parameters: Own(parameters, {}))
     assert state["state"][0]["rows"].shape == (4,)
-    check(module, optimizer, state)
+    assert not is_elementwise(type(optimizer))
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["full", "sharded"])
@@ -125,6 +103,6 @@ def test_nothing_is_loaded_if_one_optimizer_does_not_fit(one_rank: None, tmp_pat
     store.save({"state_dict": module_state, "optimizer_states": states}, tmp_path / "a.ckpt")
     fresh = [AdamW(weights[:3]), AdamW(weights[3:])]
     checkpoint = store.open(tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match=r"in optimizer 1 does not suit AdamW: its exp_avg has shape \[3, 7\], the"):
-        store.load_optimizers(checkpoint, net, fresh)
+    with pytest.raises(ValueError, match=r"exp_avg of .* in optimizer 1 has shape \[3, 7\], the parameter"):
+        store.load_optimizers(checkpoint, net, fresh, is_elementwise)
     assert not fresh[0].state

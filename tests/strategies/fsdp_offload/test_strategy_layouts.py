@@ -145,17 +145,3 @@ def test_two_ranks_leave_them_as_they_were(fit, tmp_path):
         assert strides(nn.ParameterList(ours)) == strides(plain)
         for one, other in zip(ours, plain.parameters(), strict=True):
             torch.testing.assert_close(one, other.detach(), rtol=0, atol=1e-6)
-
-
-def test_an_expanded_parameter_is_refused(fit):
-    class Expanded(Strided):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(1).expand(4))
-
-    message = (
-        r"^Parameter 'scale' is an expanded tensor \(strides \(0,\)\), whose elements share memory: use a "
-        r"copy, nn\.Parameter\(values\.clone\(\)\)\.$"
-    )
-    with pytest.raises(ValueError, match=message):
-        fit("fsdp_offload", Expanded)

@@ -1,15 +1,13 @@
-"""Fewer 16-bit casts of weights; values and gradients are those of autocast without its cache, to the bit."""
+"""No 16-bit casts of weights are kept; values and gradients are those of autocast without its cache, to the bit."""
 
 import copy
 import pickle
 import re
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
-from types import FrameType
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
@@ -32,9 +29,8 @@ from lightning_vram.techniques.activation_offload.stage import ActivationOffload
 from lightning_vram.techniques.in_place_fusion.observed_links import Link
 from lightning_vram.techniques.in_place_fusion.policy import fold_frozen_batch_norm
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
-from lightning_vram.techniques.mixed_precision.weight_casts import SharedCasts, WeightCasts
+from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts
 
-MODES = pytest.mark.parametrize("recast", [False, True], ids=["shared", "recast"])
 bf16 = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
 
 
@@ -162,11 +158,10 @@ def assert_same(ones: list[Tensor], others: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", MODELS)
-@MODES
-def test_outputs_and_gradients_have_the_same_bits(name: str, recast: bool, dtype: torch.dtype) -> None:
+def test_outputs_and_gradients_have_the_same_bits(name: str, dtype: torch.dtype) -> None:
     plain, x = make(name)
     ours = copy.deepcopy(plain)
-    casts = WeightCasts(ours, "cpu", recast_in_backward=recast)
+    casts = WeightCasts(ours, "cpu")
     autocast = partial(torch.autocast, "cpu", dtype, cache_enabled=False)
     for _ in range(2):
         assert_same(gradients(plain, x, autocast), gradients(ours, x, autocast))
@@ -200,7 +195,7 @@ def test_recast_keeps_no_cast() -> None:
     activations = sum(2 * 2 * width for width in WIDTHS)
     weights = sum(2 * i * o for i, o in pairwise(WIDTHS[1:]))
     assert live_after_forward(model, x) == activations + weights
-    WeightCasts(model, "cpu", recast_in_backward=True)
+    WeightCasts(model, "cpu")
     assert live_after_forward(model, x) == activations
     assert activations < 0.05 * sum(parameter.numel() for parameter in model.parameters())
 
@@ -209,65 +204,30 @@ def test_recast_keeps_no_cast_of_frozen_weights() -> None:
     model, x = linears(64, 64, 64).requires_grad_(False), torch.randn(2, 64, requires_grad=True)
     output, weights = 2 * 2 * 64, 2 * 2 * 64 * 64
     assert live_after_forward(model, x) == output + weights
-    WeightCasts(model, "cpu", recast_in_backward=True)
+    WeightCasts(model, "cpu")
     assert live_after_forward(model, x) == output
 
 
-def test_uses_of_a_weight_share_one_cast() -> None:
-    """Three uses, of which plain autocast keeps three casts, the first layer's first excepted: its input is data."""
-    model, x = Repeated(linears(64, 64, 64)), torch.randn(2, 64)
-    weight, activation = 2 * 64 * 64, 2 * 2 * 64
-    activations = activation + 3 * 2 * activation  # the input; in each use what is between the layers, and the output
-    assert live_after_forward(model, x) == 5 * weight + activations
-    casts = WeightCasts(model, "cpu")
-    assert live_after_forward(model, x) == 2 * weight + activations
-    casts.remove()
-    WeightCasts(model, "cpu", recast_in_backward=True)
-    assert live_after_forward(model, x) == activations
-
-
-def test_tied_weights_share_one_cast() -> None:
-    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(2, 64, requires_grad=True)
-    model[1].weight = model[0].weight
-    WeightCasts(model, "cpu")
-    assert live_after_forward(model, x) == 2 * 64 * 64 + 3 * 2 * 2 * 64
-
-
-@MODES
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_nothing_stays_without_gradients(recast: bool, context: Callable[[], AbstractContextManager[object]]) -> None:
+def test_nothing_stays_without_gradients(context: Callable[[], AbstractContextManager[object]]) -> None:
     model, x = Repeated(nn.Linear(64, 64)), torch.randn(2, 64)
-    WeightCasts(model, "cpu", recast_in_backward=recast)
+    WeightCasts(model, "cpu")
     with context():
         assert live_after_forward(model, x) == 2 * 2 * 64
 
 
-@MODES
-def test_nothing_stays_in_checkpointed_layers(recast: bool) -> None:
+def test_nothing_stays_in_checkpointed_layers() -> None:
     model, x = Repeated(nn.Linear(64, 64)), torch.randn(2, 64, requires_grad=True)
-    WeightCasts(model, "cpu", recast_in_backward=recast)
+    WeightCasts(model, "cpu")
     run = nn.Module()
     run.model, run.forward = model, lambda x: checkpoint(model, x, use_reentrant=False)
     assert live_after_forward(run, x) == 2 * 2 * 64
 
 
-def test_the_backward_frees_what_was_shared() -> None:
-    model = Repeated(nn.Linear(64, 64))
-    WeightCasts(model, "cpu")
-    with track_memory(model) as tracker:
-        with bf16():
-            loss = model(torch.randn(2, 64)).float().sum()
-        loss.backward()
-        del loss
-        live = tracker.timeline.live_bytes
-    assert live == 2 * sum(parameter.nbytes for parameter in model.parameters())
-
-
-@MODES
-def test_fake_tensors_tell_the_same_bytes(recast: bool) -> None:
+def test_fake_tensors_tell_the_same_bytes() -> None:
     def measure() -> int:
         model = Repeated(linears(64, 64, 64))
-        WeightCasts(model, "cpu", recast_in_backward=recast)
+        WeightCasts(model, "cpu")
         return live_after_forward(model, torch.randn(2, 64))
 
     expected = measure()
@@ -275,12 +235,11 @@ def test_fake_tensors_tell_the_same_bytes(recast: bool) -> None:
         assert measure() == expected
 
 
-@MODES
 @pytest.mark.parametrize("name", ["linear", "repeated", "attention", "conv 2d"])
-def test_a_graph_can_be_used_twice(name: str, recast: bool) -> None:
+def test_a_graph_can_be_used_twice(name: str) -> None:
     plain, x = make(name)
     ours = copy.deepcopy(plain)
-    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    WeightCasts(ours, "cpu")
     results = []
     for model in (plain, ours):
         with bf16():
@@ -293,12 +252,11 @@ def test_a_graph_can_be_used_twice(name: str, recast: bool) -> None:
     assert_same(*results)
 
 
-@MODES
 @pytest.mark.parametrize("name", ["linear", "repeated", "attention", "conv 2d", "adapted"])
-def test_double_backward_has_the_same_bits(name: str, recast: bool) -> None:
+def test_double_backward_has_the_same_bits(name: str) -> None:
     plain, x = make(name)
     ours = copy.deepcopy(plain)
-    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    WeightCasts(ours, "cpu")
     results = []
     for model in (plain, ours):
         with bf16():
@@ -310,50 +268,15 @@ def test_double_backward_has_the_same_bits(name: str, recast: bool) -> None:
     assert_same(*results)
 
 
-def test_a_weight_that_was_written_is_cast_again() -> None:
-    results = []
-    for ours in (False, True):
-        model, x = linears(8, 8), torch.ones(2, 8, requires_grad=True)  # or else no cast is kept
-        if ours:
-            WeightCasts(model, "cpu")
-        with bf16():
-            before = model(x)
-            with torch.no_grad():
-                model[0].weight.mul_(2)
-            in_place = model(x)
-            model[0].weight.data = model[0].weight.detach() * 3
-            results.append([before, in_place, model(x)])
-    assert_same(*results)
-
-
-def test_a_fused_optimizer_leaves_no_trace_but_after_step_tells() -> None:
-    results = []
-    for ours in (False, True):
-        model, x = linears(8, 8), torch.ones(2, 8, requires_grad=True)  # or else no cast is kept
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-        casts = WeightCasts(model, "cpu") if ours else None
-        with bf16():
-            before = model(model(x))  # twice, or else it is left alone after the step
-        before.float().sum().backward(retain_graph=True)
-        optimizer.step()
-        if casts is not None:
-            casts.after_step(model.parameters())
-        with bf16():
-            results.append([before, model(x)])
-    assert_same(*results)
-    assert not torch.equal(*results[0])
-
-
 WRITTEN = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-    "[torch.FloatTensor [8, 8]] is at version {now}; expected version {before} instead. It is a weight, which the "
-    "backward casts to bfloat16 again: use recast_in_backward=False, which saves a copy."
+    "[torch.FloatTensor [8, 8]] is at version {now}; expected version {before} instead."
 )
 
 
 def test_recast_refuses_a_weight_that_was_written() -> None:
     model, x = linears(8, 8), torch.ones(2, 8, requires_grad=True)
-    WeightCasts(model, "cpu", recast_in_backward=True)
+    WeightCasts(model, "cpu")
     with bf16():
         loss = model(x).float().sum()
     before = model[0].weight._version
@@ -365,7 +288,7 @@ def test_recast_refuses_a_weight_that_was_written() -> None:
 
 def test_recast_refuses_a_weight_that_a_fused_optimizer_wrote() -> None:
     model, other, x = linears(8, 8), nn.Linear(8, 8), torch.ones(2, 8, requires_grad=True)
-    casts = WeightCasts(model, "cpu", recast_in_backward=True)
+    casts = WeightCasts(model, "cpu")
     with bf16():
         loss = model(x).float().sum()
     loss.backward(retain_graph=True)
@@ -374,15 +297,8 @@ def test_recast_refuses_a_weight_that_a_fused_optimizer_wrote() -> None:
     assert model[0].weight._version == before[0]  # or else after_step is not needed any more
     casts.after_step(iter((*model.parameters(), *other.parameters())))
     assert (model[0].weight._version, other.weight._version) == (before[0] + 1, before[1])
-    with pytest.raises(RuntimeError, match=r"^one of the variables needed .* recast_in_backward=False"):
+    with pytest.raises(RuntimeError, match=r"^one of the variables needed "):
         loss.backward()
-
-
-def test_sharing_leaves_versions_alone() -> None:
-    model = linears(8, 8)
-    casts = WeightCasts(model, "cpu")
-    casts.after_step(model.parameters())
-    assert model[0].weight._version == linears(8, 8)[0].weight._version
 
 
 class Net(nn.Module):
@@ -426,45 +342,42 @@ STAGES: dict[str, Callable[[nn.Module], AbstractContextManager[object]]] = {
 }
 
 
-@MODES
 @pytest.mark.parametrize("stage", STAGES)
-def test_stages_go_on_working(stage: str, recast: bool) -> None:
+def test_stages_go_on_working(stage: str) -> None:
     expected, model = train(net()), net()
-    WeightCasts(model, "cpu", recast_in_backward=recast)
+    WeightCasts(model, "cpu")
     assert_same(expected, train(model, partial(STAGES[stage], model)))
 
 
 def test_a_stage_inside_recast_still_gets_the_activations() -> None:
     model, x = linears(64, 64, 64), torch.randn(512, 64, requires_grad=True)
-    WeightCasts(model, "cpu", recast_in_backward=True)
+    WeightCasts(model, "cpu")
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t), bf16():
         model(x)
     assert packed == [(512, 64), (512, 64)]
 
 
-@MODES
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_go_on_working(recast: bool, reentrant: bool) -> None:
+def test_checkpoints_go_on_working(reentrant: bool) -> None:
     expected, model = train(net()), net()
-    WeightCasts(model, "cpu", recast_in_backward=recast)
+    WeightCasts(model, "cpu")
     plain = model.body.forward
     model.body.forward = lambda x: checkpoint(plain, x, use_reentrant=reentrant)
     assert_same(expected, train(model))
 
 
 @pytest.mark.quick_sample(3)
-@MODES
 @pytest.mark.parametrize("layers", [["body"], ["body.*", "head"]])
 @pytest.mark.parametrize("check", ["outputs", "operators", "none"])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_the_packs_checkpoints_go_on_working(recast: bool, layers: list[str], check: str, is_first: bool) -> None:
+def test_the_packs_checkpoints_go_on_working(layers: list[str], check: str, is_first: bool) -> None:
     expected, model = train(net()), net()
     if is_first:
-        casts = WeightCasts(model, "cpu", recast_in_backward=recast)
+        casts = WeightCasts(model, "cpu")
     handle = apply_activation_checkpointing(model, layers=layers, determinism_check=check)
     if not is_first:
-        casts = WeightCasts(model, "cpu", recast_in_backward=recast)
+        casts = WeightCasts(model, "cpu")
     assert_same(expected, train(model))
     casts.remove()
     handle.remove()
@@ -483,13 +396,12 @@ class Around(nn.Module):
         return self.after(self.inner(x))
 
 
-@MODES
-def test_a_second_run_may_find_a_cast_that_the_first_did_not(recast: bool) -> None:
+def test_a_second_run_may_find_a_cast_that_the_first_did_not() -> None:
     torch.manual_seed(0)
     model, x = Around(), torch.randn(3, 8, requires_grad=True)
     with bf16():
         expected = torch.autograd.grad(model(x).float().square().sum(), list(model.parameters()))
-    WeightCasts(model, "cpu", recast_in_backward=recast)
+    WeightCasts(model, "cpu")
     apply_activation_checkpointing(model, layers=["inner"], determinism_check="operators")
     with bf16():
         loss = model(x).float().square().sum()
@@ -497,33 +409,31 @@ def test_a_second_run_may_find_a_cast_that_the_first_did_not(recast: bool) -> No
         assert_same(list(expected), list(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)))
 
 
-@MODES
-def test_folded_batch_norms_go_on_working(recast: bool) -> None:
+def test_folded_batch_norms_go_on_working() -> None:
     results = []
     for ours in (False, True):
         model = net()
         model.norm.eval()
         fold_frozen_batch_norm([Link(model.conv, model.norm)])
         if ours:
-            WeightCasts(model, "cpu", recast_in_backward=recast)
+            WeightCasts(model, "cpu")
         results.append(train(model))
     assert_same(*results)
 
 
-@MODES
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_fsdp2_goes_on_working(mesh: DeviceMesh, recast: bool, is_first: bool, reshard: bool) -> None:
+def test_fsdp2_goes_on_working(mesh: DeviceMesh, is_first: bool, reshard: bool) -> None:
     """It frees the weights after the forward, and gathers them again for the backward, into the same parameters."""
     expected, model = train(net()), net()
     if is_first:
-        casts = WeightCasts(model, "cpu", recast_in_backward=recast)
+        casts = WeightCasts(model, "cpu")
     for part in (model.body, model.head, model):
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
     if not is_first:
-        casts = WeightCasts(model, "cpu", recast_in_backward=recast)
+        casts = WeightCasts(model, "cpu")
     assert_same(expected, train(model))
     casts.after_step(model.parameters())
     casts.remove()
@@ -533,7 +443,7 @@ def test_fsdp2_goes_on_working(mesh: DeviceMesh, recast: bool, is_first: bool, r
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_under_fsdp2_no_cast_is_kept_either(mesh: DeviceMesh) -> None:
     model, x = linears(64, 64, 64), torch.randn(2, 64)
-    WeightCasts(model, "cpu", recast_in_backward=True)
+    WeightCasts(model, "cpu")
     fully_shard(model, mesh=mesh)
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t), bf16():
@@ -541,11 +451,10 @@ def test_under_fsdp2_no_cast_is_kept_either(mesh: DeviceMesh) -> None:
     assert packed == [(2, 64), (2, 64)]
 
 
-@MODES
-def test_copies_and_pickles_are_plain(recast: bool) -> None:
+def test_copies_and_pickles_are_plain() -> None:
     model = net()
     expected = describe_module(model)
-    casts = WeightCasts(model, "cpu", recast_in_backward=recast)
+    casts = WeightCasts(model, "cpu")
     with bf16():
         model(torch.randn(2, 3, 8, 8))
     assert describe_module(copy.deepcopy(model)) == expected
@@ -556,12 +465,11 @@ def test_copies_and_pickles_are_plain(recast: bool) -> None:
     assert describe_module(model) == expected
 
 
-@MODES
-def test_backwards_of_earlier_forwards_work_after_removal(recast: bool) -> None:
+def test_backwards_of_earlier_forwards_work_after_removal() -> None:
     plain, ours = linears(8, 8), linears(8, 8)
     x = torch.ones(2, 8, requires_grad=True)
     expected = gradients(plain, x)
-    casts = WeightCasts(ours, "cpu", recast_in_backward=recast)
+    casts = WeightCasts(ours, "cpu")
     assert_same(expected, gradients(ours, x, around=lambda: _removed_afterwards(casts)))
 
 
@@ -571,11 +479,10 @@ def _removed_afterwards(casts: WeightCasts) -> Iterator[None]:
     casts.remove()
 
 
-@MODES
-def test_an_error_in_the_forward_leaves_nothing_behind(recast: bool) -> None:
+def test_an_error_in_the_forward_leaves_nothing_behind() -> None:
     plain, x = make("attention")
     ours = copy.deepcopy(plain)
-    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    WeightCasts(ours, "cpu")
     before = describe_module(ours)
     with bf16(), pytest.raises((RuntimeError, AssertionError)):
         ours(torch.ones(2, 3, 5, requires_grad=True))
@@ -585,11 +492,10 @@ def test_an_error_in_the_forward_leaves_nothing_behind(recast: bool) -> None:
     assert_same(gradients(plain, x), gradients(ours, x))
 
 
-@MODES
-def test_threads_do_not_see_each_others_casts(recast: bool) -> None:
+def test_threads_do_not_see_each_others_casts() -> None:
     plain, x = make("repeated attention")
     ours = copy.deepcopy(plain)
-    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    WeightCasts(ours, "cpu")
 
     def run(model: nn.Module, number: int) -> list[Tensor]:
         autocast = partial(
@@ -607,8 +513,7 @@ def test_threads_do_not_see_each_others_casts(recast: bool) -> None:
         assert_same(ones, others)
 
 
-@MODES
-def test_nested_autocast_of_another_dtype(recast: bool) -> None:
+def test_nested_autocast_of_another_dtype() -> None:
     class Mixed(Tied):
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x)
@@ -621,7 +526,7 @@ def test_nested_autocast_of_another_dtype(recast: bool) -> None:
     torch.manual_seed(0)
     plain = Mixed()
     ours = copy.deepcopy(plain)
-    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    WeightCasts(ours, "cpu")
     x = torch.randn(3, 8)
     assert_same(gradients(plain, x), gradients(ours, x))
 
@@ -674,8 +579,7 @@ class OwnParameter(nn.Parameter):
         raise AssertionError("nobody knows what this does")
 
 
-@MODES
-def test_weights_that_are_changed_afterwards_are_left_alone(recast: bool) -> None:
+def test_weights_that_are_changed_afterwards_are_left_alone() -> None:
     def change(model: nn.Sequential) -> None:
         parametrizations.weight_norm(model[0])
         prune.l1_unstructured(model[1], "weight", 0.5)
@@ -685,34 +589,31 @@ def test_weights_that_are_changed_afterwards_are_left_alone(recast: bool) -> Non
         model[5].weight = OwnParameter(model[5].weight.detach())
 
     plain, ours = linears(*[8] * 7), linears(*[8] * 7)
-    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    WeightCasts(ours, "cpu")
     change(plain)
     change(ours)
     x = torch.randn(2, 8)
     assert_same(gradients(plain, x), gradients(ours, x))
 
 
-@MODES
-def test_64_bit_stays_64_bit(recast: bool) -> None:
+def test_64_bit_stays_64_bit() -> None:
     plain, ours, x = linears(8, 8), linears(8, 8), torch.randn(2, 8).double()
-    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    WeightCasts(ours, "cpu")
     assert_same(gradients(plain.double(), x), gradients(ours.double(), x))
 
 
-@MODES
-def test_inference_tensors_run_plain(recast: bool) -> None:
+def test_inference_tensors_run_plain() -> None:
     with torch.inference_mode():
         plain, ours = linears(8, 8).requires_grad_(False), linears(8, 8).requires_grad_(False)
-    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    WeightCasts(ours, "cpu")
     x = torch.randn(2, 8)
     assert_same(gradients(plain, x), gradients(ours, x))
 
 
-@MODES
-def test_weights_on_another_device_are_not_cast(recast: bool) -> None:
+def test_weights_on_another_device_are_not_cast() -> None:
     model, x = linears(8, 8), torch.randn(2, 8, requires_grad=True)
     expected = model(x)
-    WeightCasts(model, "cuda", recast_in_backward=recast)
+    WeightCasts(model, "cuda")
     torch.set_autocast_enabled("cuda", True)
     try:
         assert torch.equal(model(x), expected)
@@ -723,7 +624,7 @@ def test_weights_on_another_device_are_not_cast(recast: bool) -> None:
 @pytest.mark.parametrize("is_left_alone", [False, True])
 def test_attention_casts_its_output_layer_unless_that_is_left_alone(is_left_alone: bool) -> None:
     model, x = nn.MultiheadAttention(8, 2), torch.randn(2, 3, 8)
-    WeightCasts(model, "cpu", recast_in_backward=True, skip=[model.out_proj] if is_left_alone else [])
+    WeightCasts(model, "cpu", skip=[model.out_proj] if is_left_alone else [])
     packed: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t), bf16():
         model(x, x, x, need_weights=False)
@@ -743,7 +644,7 @@ def test_attention_that_keeps_nothing_takes_its_fast_path(requires_grad: bool) -
     torch.manual_seed(0)
     plain = nn.MultiheadAttention(8, 2, batch_first=True).requires_grad_(requires_grad).eval()
     ours, x = copy.deepcopy(plain), torch.randn(2, 3, 8)
-    WeightCasts(ours, "cpu", recast_in_backward=True)
+    WeightCasts(ours, "cpu")
     with bf16(), torch.set_grad_enabled(not requires_grad):
         assert torch.equal(plain(x, x, x)[0], ours(x, x, x)[0])
         with torch.profiler.profile(acc_events=True) as profile:
@@ -751,8 +652,7 @@ def test_attention_that_keeps_nothing_takes_its_fast_path(requires_grad: bool) -
     assert any("_native_multi_head_attention" in event.key for event in profile.key_averages())
 
 
-@MODES
-def test_compiled_code_is_one_plain_graph(recast: bool) -> None:
+def test_compiled_code_is_one_plain_graph() -> None:
     def operators(model: nn.Module) -> list[str]:
         graphs: list[torch.fx.GraphModule] = []
         with bf16():
@@ -761,15 +661,14 @@ def test_compiled_code_is_one_plain_graph(recast: bool) -> None:
         return [str(node.target) for node in graph.graph.nodes if node.op.startswith("call")]
 
     plain, ours, x = linears(8, 8, 8), linears(8, 8, 8), torch.ones(2, 8, requires_grad=True)
-    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    WeightCasts(ours, "cpu")
     assert operators(ours) == operators(plain)
 
 
-@MODES
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_transforms_and_tracing_run_plain(recast: bool) -> None:
+def test_transforms_and_tracing_run_plain() -> None:
     plain, ours, x = linears(8, 8, 8), linears(8, 8, 8), torch.randn(4, 8)
-    WeightCasts(ours, "cpu", recast_in_backward=recast)
+    WeightCasts(ours, "cpu")
 
     def slopes(model: nn.Module) -> list[Tensor]:
         def loss(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
@@ -794,19 +693,18 @@ def test_transforms_and_tracing_run_plain(recast: bool) -> None:
 
 def test_recast_steps_aside_where_saved_tensor_hooks_are_forbidden() -> None:
     plain, ours, x = linears(8, 8), linears(8, 8), torch.ones(2, 8)
-    WeightCasts(ours, "cpu", recast_in_backward=True)
+    WeightCasts(ours, "cpu")
     expected = gradients(plain, x)
     assert_same(expected, gradients(ours, x, around=lambda: disable_saved_tensors_hooks("not here")))
 
 
-@MODES
-def test_hooks_on_weights_see_what_they_always_saw(recast: bool) -> None:
+def test_hooks_on_weights_see_what_they_always_saw() -> None:
     results = []
     for ours in (False, True):
         model, seen = make("repeated")[0], []
         weight = model.module.weight
         if ours:
-            WeightCasts(model, "cpu", recast_in_backward=recast)
+            WeightCasts(model, "cpu")
         weight.register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
         weight.register_post_accumulate_grad_hook(lambda weight, seen=seen: seen.append(weight.grad.clone()))
         model.module.register_forward_hook(lambda module, args, _, seen=seen: seen.append(module.weight.detach()))
@@ -845,156 +743,6 @@ def test_a_class_that_cannot_be_changed_is_left_alone() -> None:
     assert type(model[1]) is not nn.Linear
     casts.remove()
     assert type(model[1]) is nn.Linear
-
-
-def count_shared(output: Tensor) -> int:
-    """How many uses of weights in the graph of ``output`` found a cast."""
-    nodes, seen = [output.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
-    return sum(node.name() == "_UseAgainBackward" for node in seen)
-
-
-def step(casts: WeightCasts, run: Callable[[Tensor], Tensor], num_batches: int = 1) -> int:
-    """Count the uses that found a cast in the last batch of one optimizer step."""
-    for _ in range(num_batches):
-        with bf16():
-            output = run(torch.ones(2, 8, requires_grad=True))
-        num_shared = count_shared(output)
-        output.sum().backward()
-    casts.after_step(())
-    return num_shared
-
-
-@pytest.fixture
-def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """Grows by one whenever a cast is looked for."""
-    calls: list[torch.dtype] = []
-    cast = SharedCasts.cast
-
-    def counting(self: SharedCasts, weight: Tensor, dtype: torch.dtype, user: object) -> Tensor:
-        calls.append(dtype)
-        return cast(self, weight, dtype, user)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(SharedCasts, "cast", counting)
-    return calls
-
-
-def test_a_weight_that_is_used_once_per_step_is_left_alone_after_the_first(looked_up: list[torch.dtype]) -> None:
-    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
-    casts, nums = WeightCasts(model, "cpu"), []
-    for last in (model[1], model[1], model[2], model[2]):
-        assert step(casts, lambda x, last=last: last(model[1](model[0](x)))) == (last is model[1])
-        nums.append(len(looked_up))
-        looked_up.clear()
-    assert nums == [3, 2, 2, 1]  # the first layer is left alone from the second step on, the last from the fourth
-
-
-def calls_of_python(run: Callable[[], object]) -> list[str]:
-    """The functions of the package that run in ``run``."""
-    files: list[str] = []
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and "lightning_vram" in frame.f_code.co_filename:
-            files.append(frame.f_code.co_filename)
-
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return files
-
-
-def test_what_is_used_once_is_what_it_was_after_the_first_step() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.MultiheadAttention(8, 2), Repeated(nn.Linear(8, 8)), nn.Linear(8, 8))
-    casts, (first, attention, repeated, unused) = WeightCasts(model, "cpu"), model
-    assert step(casts, lambda x: repeated(attention(*3 * [first(x)[None]])[0])) == 2
-    assert type(first) is nn.Linear
-    assert type(attention) is nn.MultiheadAttention
-    assert [type(part) is nn.Linear for part in (repeated.module, unused)] == [False, False]
-    with bf16():
-        assert calls_of_python(lambda: attention(*3 * [first(torch.ones(1, 2, 8))])) == []
-        assert calls_of_python(lambda: repeated(torch.ones(2, 8))) != []
-    assert [name for part in (first, attention) for name in vars(part) if "cast" in name] == []
-    casts.remove()
-    assert {type(part) for part in (repeated.module, unused)} == {nn.Linear}
-
-
-def test_a_model_that_shared_nothing_is_free_for_others() -> None:
-    model = nn.Linear(8, 8)
-    casts = WeightCasts(model, "cpu")
-    step(casts, model)
-    other = WeightCasts(model, "cpu")
-    casts.remove()
-    assert type(model) is not nn.Linear
-    other.remove()
-    assert type(model) is nn.Linear
-
-
-@pytest.mark.parametrize(
-    ("uses", "expected"), [((1, 1, 6, 6), [0, 0, 0, 0]), ((6, 1, 6, 1), [5, 0, 5, 0]), ((2, 6), [1, 5])]
-)
-def test_the_first_step_says_whether_casts_are_shared(uses: tuple[int, ...], expected: list[int]) -> None:
-    model = Repeated(nn.Linear(8, 8), 1)
-    casts, nums = WeightCasts(model, "cpu"), []
-    for model.num_uses in uses:
-        nums.append(step(casts, model))
-    assert nums == expected
-
-
-def test_tied_weights_are_shared_if_the_first_step_used_both() -> None:
-    model = Tied()
-    casts = WeightCasts(model, "cpu")
-    assert [step(casts, model) for _ in range(3)] == [1, 1, 1]
-    casts.remove()
-    casts = WeightCasts(model, "cpu")
-    assert step(casts, model.first) == 0
-    assert [step(casts, model) for _ in range(3)] == [0, 0, 0]
-
-
-def test_casts_of_micro_batches_are_looked_for_once(looked_up: list[torch.dtype]) -> None:
-    model = nn.Linear(8, 8)
-    casts, steps = WeightCasts(model, "cpu"), []
-    for number in range(1, 5):
-        looked_up.clear()
-        assert step(casts, model, num_batches=3) == 0
-        steps += [number] * len(looked_up)
-    assert steps == [1, 1, 1]
-
-
-def test_calls_that_keep_nothing_do_not_make_it_look_for_casts(looked_up: list[torch.dtype]) -> None:
-    model = nn.Linear(8, 8)
-    casts = WeightCasts(model, "cpu")
-    for _ in range(3):
-        step(casts, model)
-        model(torch.ones(2, 8))
-        with bf16(), torch.no_grad():
-            model(torch.ones(2, 8))
-    assert len(looked_up) == 1
-
-
-def test_what_is_compiled_and_called_otherwise_compiles_once_more() -> None:
-    model, graphs = Repeated(nn.Linear(8, 8), 1), []
-    casts = WeightCasts(model, "cpu")
-    compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph, fullgraph=True)
-    for num_batches in (1, 3, 2, 1):
-        step(casts, compiled, num_batches)
-        step(casts, model, num_batches)
-    assert len(graphs) == 2  # the layer has its class back after the first step
-
-
-@pytest.mark.distributed
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_under_fsdp2_a_weight_goes_on_being_shared(mesh: DeviceMesh) -> None:
-    """After the step the module has its shard, which was never cast."""
-    model = Repeated(nn.Linear(8, 8))
-    casts = WeightCasts(model, "cpu")
-    fully_shard(model, mesh=mesh)
-    assert [step(casts, model) for _ in range(3)] == [2, 2, 2]
 
 
 class Several(nn.Module):
@@ -1039,33 +787,22 @@ SAVED: dict[str, Callable[[object], bool]] = {
 ORDERS = pytest.mark.parametrize("order", ["once", "twice", "plain after", "plain before"])
 
 
-@MODES
 @ORDERS
 @pytest.mark.parametrize("saved", SAVED)
-def test_selective_checkpoints_go_on_working(recast: bool, order: str, saved: str) -> None:
+def test_selective_checkpoints_go_on_working(order: str, saved: str) -> None:
     torch.manual_seed(0)
     model, x = Several(order, SAVED[saved]), torch.randn(8, 8)
     expected = gradients(model, x)
-    WeightCasts(model, "cpu", recast_in_backward=recast)
+    WeightCasts(model, "cpu")
     assert_same(expected, gradients(model, x))
 
 
-@MODES
 @ORDERS
 @pytest.mark.parametrize("save", [["aten._to_copy"], ["aten._to_copy", "aten.addmm"], "matmuls"])
-def test_the_packs_selective_checkpoints_go_on_working(recast: bool, order: str, save: str | list[str]) -> None:
+def test_the_packs_selective_checkpoints_go_on_working(order: str, save: str | list[str]) -> None:
     torch.manual_seed(0)
     model, x = Several(order, None), torch.randn(8, 8)
     expected = gradients(model, x)
     apply_activation_checkpointing(model, layers=["body"], save=SavePolicy(save))
-    WeightCasts(model, "cpu", recast_in_backward=recast)
-    assert_same(expected, gradients(model, x))
-
-
-@pytest.mark.parametrize("around", [track_memory, Recomputation, lambda _: FlopCounterMode(display=False)])
-def test_other_dispatch_modes_do_not_end_sharing(around: Callable[[nn.Module], AbstractContextManager[object]]) -> None:
-    model = Repeated(nn.Linear(8, 8))
     WeightCasts(model, "cpu")
-    with around(model), bf16():
-        output = model(torch.ones(2, 8, requires_grad=True))
-    assert count_shared(output) == 2
+    assert_same(expected, gradients(model, x))

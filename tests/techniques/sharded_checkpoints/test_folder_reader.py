@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from lightning_vram.core.ranks import CheckpointError
 from lightning_vram.private_names.checkpoints import read_metadata
 from lightning_vram.techniques.sharded_checkpoints.folder import (
-    CHECKSUM_FILE,
     ShardedFolder,
     consolidate,
     write_folder,
@@ -53,11 +52,11 @@ def mark(tmp_path: Path) -> Iterator[Path]:
 
 def plant(folder: Path, value: object) -> None:
     """Let all entries that are no tensors be ``value``, as somebody would who knows the format."""
-    (folder / CHECKSUM_FILE).unlink()
     index = pickle.loads((folder / ".metadata").read_bytes())
     data = io.BytesIO()
     torch.save(value, data)
-    with (folder / "__0_0.distcp").open("ab") as file:
+    (shard,) = folder.glob("__0_*.distcp")
+    with shard.open("ab") as file:
         offset = file.tell()
         file.write(data.getvalue())
     for entry, place in index.storage_data.items():
@@ -85,7 +84,6 @@ def test_a_member_of_an_enum_may_be_pickled_by_its_name():
 
 
 def test_an_index_that_would_run_something_does_not(folder: Path, mark: Path):
-    (folder / CHECKSUM_FILE).unlink()
     (folder / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
     for weights_only in (None, True, False):
         with pytest.raises(CheckpointError) as caught:
@@ -102,20 +100,13 @@ def test_an_entry_that_would_run_something_does_not(folder: Path, trained: tuple
     plant(folder, Evil(mark))
     net, optimizer = trained
     for weights_only in (None, True):
-        with pytest.raises(pickle.UnpicklingError) as caught:
+        with pytest.raises(pickle.UnpicklingError, match=r"could not be read: (?s:.)*posix\.mkdir"):
             read_folder(folder, net, [optimizer], strict=True, weights_only=weights_only)
-        assert str(caught.value) == (
-            f"The checkpoint {folder} could not be read: one of its files contains posix.mkdir, "
-            f"and weights_only=True, the default, loads only tensors and basic types. If you trust its "
-            f"source: trainer.fit(..., weights_only=False), or allow the class with "
-            f"torch.serialization.add_safe_globals."
-        )
         with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir"):
             consolidate(folder, folder.parent / "whole.ckpt", weights_only=weights_only)
 
 
 def test_an_index_whose_names_were_changed_is_damaged(folder: Path):
-    (folder / CHECKSUM_FILE).unlink()
     index = pickle.loads((folder / ".metadata").read_bytes())
     index.planner_data["state_dict.scalf"] = index.planner_data.pop("state_dict.scale")
     (folder / ".metadata").write_bytes(pickle.dumps(index))

@@ -198,7 +198,7 @@ def test_an_optimizer_with_other_groups_is_refused(one_rank: None):
     sizes = [len(group["params"]) for group in state["param_groups"]]
     assert str(caught.value) == (
         f"The checkpoint's optimizer has {sizes} parameters in its groups, SGD of configure_optimizers has [1]. Return "
-        "the optimizer the checkpoint was saved with."
+        "the optimizer the checkpoint was saved with: the same parameters, in the same order."
     )
 
 

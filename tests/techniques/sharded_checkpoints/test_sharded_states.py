@@ -125,7 +125,7 @@ def test_a_folder_of_another_module_or_optimizer_is_refused(one_rank: None, tmp_
             read_folder(path, net, [SGD([{"params": group} for group in groups])], strict=False)
         assert str(caught.value) == (
             f"The checkpoint's optimizer has {sizes} parameters in its groups, SGD of configure_optimizers has {found}"
-            ". Return the optimizer the checkpoint was saved with."
+            ". Return the optimizer the checkpoint was saved with: the same parameters, in the same order."
         )
     with pytest.raises(ValueError, match="save_weights_only") as caught:
         read_folder(path, net, [optimizer, SGD([net.scale])], strict=False)

@@ -145,18 +145,18 @@ def test_copies_may_be_kept_in_the_midst_of_training(mesh):
 
 
 class Frozen(Net):
-    """Of which a part is not trained: its values stay on the device alone before all else."""
+    """Of which a part is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks.requires_grad_(requires_grad=False)
 
 
-def test_frozen_layers_come_first(mesh):
+def test_frozen_layers_of_which_there_is_a_copy_have_nothing_on_the_host(mesh):
     net, plain = make(Frozen), make(Frozen)
-    assert plan(make(Frozen), 4 * 3 * BLOCK) == ["host", *["device"] * 3, "host"]
+    assert plan(make(Frozen), 4 * (3 * BLOCK + NORM)) == ["copy", *["device"] * 3, "host"]
     reference = torch.optim.SGD(plain.head.parameters(), 0.1)
-    with hosted(net, device_bytes=4 * 3 * BLOCK) as host:
+    with hosted(net, device_bytes=4 * (3 * BLOCK + NORM)) as host:
         optimizer = torch.optim.SGD(net.head.parameters(), 0.1)
         host.attach([optimizer])
         for seed in range(2):

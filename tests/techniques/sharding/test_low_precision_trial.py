@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_vram.private_names.torch import SEE_INPUT, has_hooks
 from lightning_vram.techniques.mixed_precision.weight_casts import find_autocast_weights
 from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
-from lightning_vram.techniques.sharding.apply import LayerCalls, find_named_weights
-from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
+from lightning_vram.techniques.sharding.apply import LayerCalls
+from lightning_vram.techniques.sharding.grouping import find_named_weights, plan_sharding_groups
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 autocast = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)

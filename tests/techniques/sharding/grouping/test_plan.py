@@ -279,7 +279,7 @@ def test_a_wrong_size_is_told():
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_a_parameter_without_a_shape_is_told():
-    with pytest.raises(ValueError, match=r"^Parameter 'layer\.weight' has no shape yet: run the model on a batch "):
+    with pytest.raises(ValueError, match="uninitialized parameter"):
         plan_sharding_groups(Net(layer=nn.LazyLinear(3)))
 
 
