@@ -1,6 +1,6 @@
 """Private names of Lightning: Trainer, loops, logging, strategies, callbacks, files, command line."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
