@@ -33,7 +33,6 @@ from lightning_vram.private_names.fsdp2 import (
 )
 from lightning_vram.private_names.torch import (
     group_reader,
-    is_initialized,
     is_wrapped_by_scheduler,
     local_shard_of,
 )
@@ -149,11 +148,6 @@ def why_not_steppable(
 def refuse_optimizer(optimizer: Optimizer, *, is_split: bool) -> None:
     """Refuse an optimizer whose result on shards would differ; ``is_split``: shards are on several ranks."""
     name = type(optimizer).__name__
-    if not is_initialized(optimizer):
-        raise ValueError(
-            f"{name} cannot step on shards: it never called Optimizer.__init__ and cannot have hooks. Use another "
-            "optimizer, such as AdamW."
-        )
     for kind, reason in _NEVER.items():
         if isinstance(optimizer, kind):
             raise ValueError(f"{name} cannot step on shards: {reason}. Use another optimizer, such as AdamW.")

@@ -256,11 +256,6 @@ class _Buffer:
     def is_free(self) -> bool:
         return self.given is None or self.given() is None
 
-    def give(self, num_bytes: int, dtype: torch.dtype) -> Tensor:
-        storage = self.memory.untyped_storage()[:num_bytes]  # one of its own, that keeps the memory alive
-        self.given, self.num_idle = weakref.ref(storage), -1
-        return torch.empty(0, dtype=dtype, device="cpu").set_(storage)
-
 
 class HostBuffers:
     """Gives out flat tensors in sizes that recur, as gradients do; called by one thread at a time.
@@ -288,7 +283,9 @@ class HostBuffers:
             if buffer is None:
                 buffer = _Buffer(make_host_tensor(num_bytes, torch.uint8, pin_memory=True))
                 self._buffers.append(buffer)
-            return buffer.give(num_bytes, dtype)
+            storage = buffer.memory.untyped_storage()[:num_bytes]  # one of its own, that keeps the memory alive
+            buffer.given, buffer.num_idle = weakref.ref(storage), -1
+            return torch.empty(0, dtype=dtype, device="cpu").set_(storage)
 
     def end_backward(self) -> None:
         """Free memory that the last backwards did not need, such as that of a first one in another dtype."""
