@@ -302,15 +302,10 @@ def _change_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     parameter.grad = None if gradient is None else gradient.to(dtype)
 
 
-def floating(state: State) -> list[str]:
-    """Name the floating tensors of a state; those without dimensions (step counts) keep their precision."""
+def floating(state: State, shape: torch.Size | None = None) -> list[str]:
+    """Name the floating tensors of a state, of a ``shape`` or any but a scalar's: step counts keep their precision."""
     tensors = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
-    return [key for key in tensors if state[key].is_floating_point()]
-
-
-def full_sized(shape: torch.Size, state: State) -> list[str]:
-    """Name the floating tensors with one number per weight."""
-    return [key for key in floating(state) if state[key].shape == shape]
+    return [key for key in tensors if state[key].is_floating_point() and shape in (None, state[key].shape)]
 
 
 def convert_states(
@@ -321,7 +316,7 @@ def convert_states(
         if parameter not in parameters or parameter not in optimizer.state:
             continue
         state: State = optimizer.state[parameter]
-        full = full_sized(parameter.shape, state)
+        full = floating(state, parameter.shape)
         for key in floating(state):
             value = state[key].to((full_dtype if key in full else dtype) or parameter.dtype)
             is_ordered = key in full and value.layout is torch.strided  # as the weights, for fused kernels
@@ -340,12 +335,12 @@ def refill_accumulators(optimizer: Optimizer, parameters: Container[nn.Parameter
 def upcast_states(states: Iterable[tuple[torch.Size, State]]) -> None:
     """Replace elementwise bf16 states by fp32 ones: if a step rounded to nearest, a decay of .999 would be lost."""
     for shape, state in states:
-        state |= {key: state[key].float() for key in full_sized(shape, state)}
+        state |= {key: state[key].float() for key in floating(state, shape)}
 
 
 def round_states(states: Iterable[tuple[torch.Size, State]], seed: Seed) -> None:
     """Replace elementwise fp32 states, new ones among them, by stochastically rounded bf16."""
-    slots = [(state, key) for shape, state in states for key in full_sized(shape, state)]
+    slots = [(state, key) for shape, state in states for key in floating(state, shape)]
     for number, (state, key) in enumerate(slots):
         bf16 = torch.empty_like(state[key], dtype=torch.bfloat16)
         rounded_by_place(flat_as_stored(state[key]), 0, seed_of(*seed, 1 + number), flat_as_stored(bf16))
@@ -401,10 +396,7 @@ class LeanParameters(StepTakeOver):
             refill_accumulators(optimizer, self._places)
             convert_states(optimizer, self._places, *self._dtypes)
             self._take(optimizer)
-            self._handles += [
-                optimizer.register_load_state_dict_pre_hook(self._held.before_load),
-                optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
-            ]
+            self._handles += self._held.begin(optimizer, self._after_load)
             register_optimizer_tensors(optimizer, partial(_list_rests, self._chunks))  # self would keep it alive
 
     @torch.no_grad()

@@ -339,7 +339,7 @@ class SplitWeights:
         """Return all weights, flat, in new memory."""
         numbers = torch.empty(self.upper.numel(), dtype=torch.float32, device="cpu")
         for start, stop in self._parts_to_do(numbers):
-            self._read((start, stop), numbers[start:stop])
+            self.read((start, stop), numbers[start:stop])
         return numbers
 
     def _parts_to_do(self, numbers: Tensor) -> list[Part]:
@@ -348,10 +348,17 @@ class SplitWeights:
             return [max(parts, key=lambda part: part[1] - part[0])] if parts else []
         return parts
 
-    def read(self, part: Part) -> Tensor:
-        """Return the weights of one part, flat, in new memory."""
-        numbers = torch.empty(part[1] - part[0], dtype=torch.float32, device="cpu")
-        self._read(part, numbers)
+    def read(self, part: Part, numbers: Tensor | None = None) -> Tensor:
+        """Return the weights of one part, flat, in ``numbers`` or new memory."""
+        if numbers is None:
+            numbers = torch.empty(part[1] - part[0], dtype=torch.float32, device="cpu")
+        lower = self._lower[slice(*part)]
+        bits = numbers.copy_(self.upper[slice(*part)]).view(torch.int32)
+        bits.add_(lower)
+        if part[0] in self._exceptions and numbers.numel():
+            places, halves = self._exceptions[part[0]]
+            chosen = slice(None) if places is None else places.long()
+            bits[chosen] = halves.int().bitwise_left_shift_(16).bitwise_or_(lower[chosen].int().bitwise_and_(0xFFFF))
         return numbers
 
     def write(self, part: Part, numbers: Tensor) -> None:
@@ -380,15 +387,6 @@ class SplitWeights:
             self._exceptions[part[0]] = places, halves
         if 3 * places.numel() > part[1] - part[0]:
             self.write(part, self.read(part))
-
-    def _read(self, part: Part, numbers: Tensor) -> None:
-        lower = self._lower[slice(*part)]
-        bits = numbers.copy_(self.upper[slice(*part)]).view(torch.int32)
-        bits.add_(lower)
-        if part[0] in self._exceptions and numbers.numel():
-            places, halves = self._exceptions[part[0]]
-            chosen = slice(None) if places is None else places.long()
-            bits[chosen] = halves.int().bitwise_left_shift_(16).bitwise_or_(lower[chosen].int().bitwise_and_(0xFFFF))
 
 
 def cut_parts(start: int, stop: int, most: int | None = None) -> Iterator[Part]:
