@@ -125,70 +125,48 @@ def refuse_lost_updates(optimizers: Iterable[Optimizer]) -> None:
             )
 
 
-class WeightCodec:
-    """Stores ``rest``, what bf16 weights of a scheme lack: flat, one element per weight, or ``None``.
-
-    master: an fp32 copy, 4 bytes, exact. split: the lower half of the fp32 pattern, 2 bytes, exact. kahan: the rounding
-    error in bf16, 2 bytes, 16 significant bits together. stochastic: nothing, weights are stochastically rounded.
-    """
-
-    def __init__(self, scheme: str) -> None:
-        self.rest: Tensor | None = None
-        self._scheme = scheme
-
-    def read(self, weights: Tensor) -> Tensor:
-        """Return exact weights: flat fp32, from the bf16 weights in fp32. May work in place."""
-        if self.rest is None:
-            return weights
-        if self._scheme == "bf16+master":
-            # A weight that differs from the rounded copy was written by user code.
-            return torch.where(weights == self.rest.bfloat16(), self.rest, weights, out=self.rest)
-        (join_ if self._scheme == "bf16+split" else add_compensation_)(weights, self.rest)
-        return weights
-
-    def write(self, exact: Tensor, seed: int | None) -> Tensor:
-        """Store the remainder of exact weights (flat fp32), and return bf16 weights; ``seed`` of rounding, if any."""
-        if self._scheme == "bf16+master":
-            self.rest = exact
-        elif self._scheme == "bf16+stochastic":  # without a seed the copy to bf16 rounds to nearest
-            return exact if seed is None else rounded_by_place(exact, 0, seed)
-        elif self._scheme == "bf16+split":
-            self.rest = torch.empty_like(exact, dtype=torch.int16) if self.rest is None else self.rest
-            split_(exact, self.rest)
-        else:
-            self.rest = torch.empty_like(exact, dtype=torch.bfloat16) if self.rest is None else self.rest
-            return compensate_(exact, self.rest)
-        return exact
-
-
 CHUNK_ELEMENTS = 2**22  # 16 MiB in fp32
 
 
 class WeightChunk:
-    """Converts parameters on one device, all frozen or none, to bf16 in place, until :meth:`restore`.
+    """Stores parameters on one device, all frozen or none, as bf16 in place, until :meth:`restore`.
 
-    The remainder of frozen parameters is in host memory, exact for every scheme. Once they are trained, their chunk
-    moves to the device at the first step. ``number`` seeds the rounding.
+    ``rest`` is what they lack: flat, one element per weight, or ``None``. master: an fp32 copy, 4 bytes, exact. split:
+    the lower half of the fp32 pattern, 2 bytes, exact. kahan: the rounding error in bf16, 2 bytes, 16 significant bits
+    together. stochastic: nothing, weights are stochastically rounded.
+
+    The rest of frozen parameters is in host memory, exact for every scheme. Once they are trained, it moves to the
+    device at the first step. ``number`` seeds the rounding.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], scheme: str, number: int) -> None:
-        self.parameters = tuple(parameters)
-        self.number = number
-        self._scheme = scheme
+        self.parameters, self.number = tuple(parameters), number
+        self.rest: Tensor | None = None
+        self._trained_scheme = scheme
+        # Split rounds ties differently from autocast, which master must not.
+        self._resting_scheme = "bf16+master" if scheme == "bf16+master" else "bf16+split"
         self._dtypes = tuple(parameter.dtype for parameter in parameters)
         self._writes: list[int] = []  # to each parameter, once they are counted
         self.is_resting = not parameters[0].requires_grad
-        self.codec = self._resting_codec() if self.is_resting else WeightCodec(scheme)
-        exact, _ = upcast_flat(parameters, "cpu" if self.is_resting else parameters[0].device)
-        weights = self.codec.write(exact, None)
+        exact = upcast_flat(parameters, "cpu" if self.is_resting else parameters[0].device)
         for parameter in parameters:
             _change_dtype(parameter, torch.bfloat16)
-        self._scatter(weights)
+        self._set(exact)
+
+    @property
+    def scheme(self) -> str:
+        """How the weights are stored now."""
+        return self._resting_scheme if self.is_resting else self._trained_scheme
 
     def read(self) -> Tensor:
-        """Return exact weights: flat fp32, on the device of the remainder, read-only."""
-        device = self.parameters[0].device if self.codec.rest is None else self.codec.rest.device
-        return self.codec.read(upcast_flat(self.parameters, device)[0])
+        """Return exact weights: flat fp32, on the device of the rest, read-only."""
+        weights = upcast_flat(self.parameters, self.parameters[0].device if self.rest is None else self.rest.device)
+        if self.rest is not None and self.scheme == "bf16+master":
+            # A weight that differs from the rounded copy was written by user code.
+            return torch.where(weights == self.rest.bfloat16(), self.rest, weights, out=self.rest)
+        if self.rest is not None:
+            (join_ if self.scheme == "bf16+split" else add_compensation_)(weights, self.rest)
+        return weights
 
     def check(self) -> None:
         """Refuse parameters whose dtype was changed."""
@@ -205,15 +183,15 @@ class WeightChunk:
         device = self.parameters[0].device
         if self.is_resting:
             exact = self.read().to(device)
-            self.is_resting, self.codec = False, WeightCodec(self._scheme)
-            self._scatter(self.codec.write(exact, None))
-        if self.codec.rest is not None and self.codec.rest.device != device:
-            self.codec.rest = self.codec.rest.to(device)  # the module was moved
+            self.rest, self.is_resting = None, False
+            self._set(exact)
+        elif self.rest is not None:
+            self.rest = self.rest.to(device)  # the module may have been moved
         return self.read()
 
     def write(self, exact: Tensor, seed: int, stepped: Collection[nn.Parameter]) -> None:
         """Store stepped weights. Others are not written: a graph may need them."""
-        views = views_like(self.codec.write(exact, seed), self.parameters)
+        views = views_like(self._split(exact, seed), self.parameters)
         pairs = [pair for pair in zip(self.parameters, views, strict=True) if pair[0] in stepped]
         copy_each([parameter.detach() for parameter, _ in pairs], [view for _, view in pairs])
 
@@ -224,18 +202,18 @@ class WeightChunk:
         for parameter, view in zip(self.parameters, views_like(exact, self.parameters), strict=True):
             if parameter in values:
                 view.copy_(values[parameter])
-        self._scatter(self.codec.write(exact, None))
+        self._set(exact)
 
     def lend(self, values: Sequence[Tensor]) -> Callable[[], None]:
         """Set exact values until the next step, or until the returned function restores the bits from before."""
         weights = [parameter.detach().to("cpu", copy=True) for parameter in self.parameters]
-        codec, is_resting = self.codec, self.is_resting
-        self.codec, self.is_resting = self._resting_codec(), True
-        self._scatter(self.codec.write(upcast_flat(values, "cpu")[0], None))
+        before = self.rest, self.is_resting
+        self.rest, self.is_resting = None, True
+        self._set(upcast_flat(values, "cpu"))
 
         def take_back() -> None:
-            self.codec, self.is_resting = codec, is_resting
-            self._write(weights)
+            self.rest, self.is_resting = before
+            self._show(weights)
 
         return take_back
 
@@ -257,16 +235,26 @@ class WeightChunk:
             if parameter.dtype is torch.bfloat16:
                 _change_dtype(parameter, dtype)
                 parameter.copy_(values)
-        self.codec.rest = None
+        self.rest = None
 
-    def _resting_codec(self) -> WeightCodec:
-        """Return the codec for host memory: split rounds ties differently from autocast, which master must not."""
-        return WeightCodec("bf16+master" if self._scheme == "bf16+master" else "bf16+split")
+    def _split(self, exact: Tensor, seed: int | None = None) -> Tensor:
+        """Store the rest of exact weights (flat fp32), and return bf16 weights; ``seed`` of rounding, if any."""
+        if self.scheme == "bf16+master":
+            self.rest = exact
+        elif self.scheme == "bf16+split":
+            self.rest = torch.empty_like(exact, dtype=torch.int16) if self.rest is None else self.rest
+            split_(exact, self.rest)
+        elif self.scheme == "bf16+kahan":
+            self.rest = torch.empty_like(exact, dtype=torch.bfloat16) if self.rest is None else self.rest
+            return compensate_(exact, self.rest)
+        elif seed is not None:  # otherwise the copy to bf16 rounds to nearest
+            return rounded_by_place(exact, 0, seed)
+        return exact
 
-    def _scatter(self, flat: Tensor) -> None:
-        self._write(views_like(flat, self.parameters))
+    def _set(self, exact: Tensor) -> None:
+        self._show(views_like(self._split(exact), self.parameters))
 
-    def _write(self, values: Sequence[Tensor]) -> None:
+    def _show(self, values: Sequence[Tensor]) -> None:
         copy_each([parameter.detach() for parameter in self.parameters], values)
         if self._writes:
             self._writes = [count_writes(parameter) for parameter in self.parameters]
@@ -291,21 +279,19 @@ def make_chunks(parameters: Iterable[nn.Parameter], scheme: str) -> list[WeightC
 
 
 def _list_rests(chunks: Iterable[WeightChunk]) -> list[Tensor]:
-    return [chunk.codec.rest for chunk in chunks if chunk.codec.rest is not None]
+    return [chunk.rest for chunk in chunks if chunk.rest is not None]
 
 
-def upcast_flat(tensors: Sequence[Tensor], device: torch.device | str | None) -> tuple[Tensor, list[Tensor]]:
-    """Copy tensors into one flat fp32 tensor on ``device``; return it, and its views."""
+def upcast_flat(tensors: Sequence[Tensor], device: torch.device | str) -> Tensor:
+    """Copy tensors into one flat fp32 tensor on ``device``."""
     flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=torch.float32, device=device)
-    views = views_like(flat, tensors)
-    if tensors:
-        copy_each(views, [tensor.detach() for tensor in tensors])
-    return flat, views
+    copy_each(views_like(flat, tensors), [tensor.detach() for tensor in tensors])
+    return flat
 
 
 def views_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return views of ``flat`` in the shapes of ``tensors``."""
-    parts = torch.split(flat, [tensor.numel() for tensor in tensors]) if tensors else ()
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
@@ -316,15 +302,10 @@ def _change_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     parameter.grad = None if gradient is None else gradient.to(dtype)
 
 
-def floating(state: State) -> list[str]:
-    """Name the floating tensors of a state; those without dimensions (step counts) keep their precision."""
+def floating(state: State, shape: torch.Size | None = None) -> list[str]:
+    """Name the floating tensors of a state, of a ``shape`` or any but a scalar's: step counts keep their precision."""
     tensors = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
-    return [key for key in tensors if state[key].is_floating_point()]
-
-
-def full_sized(shape: torch.Size, state: State) -> list[str]:
-    """Name the floating tensors with one number per weight."""
-    return [key for key in floating(state) if state[key].shape == shape]
+    return [key for key in tensors if state[key].is_floating_point() and shape in (None, state[key].shape)]
 
 
 def convert_states(
@@ -335,7 +316,7 @@ def convert_states(
         if parameter not in parameters or parameter not in optimizer.state:
             continue
         state: State = optimizer.state[parameter]
-        full = full_sized(parameter.shape, state)
+        full = floating(state, parameter.shape)
         for key in floating(state):
             value = state[key].to((full_dtype if key in full else dtype) or parameter.dtype)
             is_ordered = key in full and value.layout is torch.strided  # as the weights, for fused kernels
@@ -351,40 +332,26 @@ def refill_accumulators(optimizer: Optimizer, parameters: Container[nn.Parameter
             state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)
 
 
-class UpcastStates:
-    """Replaces elementwise bf16 states by fp32 ones until :meth:`round`: to nearest, a decay of .999 would be lost."""
+def upcast_states(states: Iterable[tuple[torch.Size, State]]) -> None:
+    """Replace elementwise bf16 states by fp32 ones: if a step rounded to nearest, a decay of .999 would be lost."""
+    for shape, state in states:
+        state |= {key: state[key].float() for key in floating(state, shape)}
 
-    def __init__(self, states: Iterable[tuple[torch.Size, State]]) -> None:
-        slots = [(state, key) for shape, state in states for key in full_sized(shape, state)]
-        self._bf16 = [state[key] for state, key in slots]
-        self._flat, self._fp32 = upcast_flat(self._bf16, self._bf16[0].device if slots else None)
-        for (state, key), fp32 in zip(slots, self._fp32, strict=True):
-            state[key] = fp32
 
-    def round(self, states: Sequence[tuple[torch.Size, State]], seed: Seed) -> None:
-        """Put the bf16 tensors back, stochastically rounded, and round new states, too."""
-        if self._fp32:
-            copy_each(self._bf16, views_like(rounded_by_place(self._flat, 0, seed_of(*seed, 1)), self._bf16))
-        lent = {id(fp32): bf16 for fp32, bf16 in zip(self._fp32, self._bf16, strict=True)}
-        slots = [(state, key) for shape, state in states for key in full_sized(shape, state)]
-        for number, (state, key) in enumerate(slots):
-            value = state[key]
-            if id(value) not in lent:
-                bf16 = torch.empty_like(value, dtype=torch.bfloat16)
-                rounded_by_place(flat_as_stored(value), 0, seed_of(*seed, 2 + number), flat_as_stored(bf16))
-                lent[id(value)] = bf16
-            state[key] = lent[id(value)]
+def round_states(states: Iterable[tuple[torch.Size, State]], seed: Seed) -> None:
+    """Replace elementwise fp32 states, new ones among them, by stochastically rounded bf16."""
+    slots = [(state, key) for shape, state in states for key in floating(state, shape)]
+    for number, (state, key) in enumerate(slots):
+        bf16 = torch.empty_like(state[key], dtype=torch.bfloat16)
+        rounded_by_place(flat_as_stored(state[key]), 0, seed_of(*seed, 1 + number), flat_as_stored(bf16))
+        state[key] = bf16
 
 
 def _make_proxies(chunk: WeightChunk, exact: Tensor, members: Sequence[Member]) -> list[nn.Parameter]:
-    """Return fp32 proxies with gradients over the exact weights of a chunk."""
+    """Return fp32 proxies with gradients, contiguous as they are, over the exact weights of a chunk."""
     views = dict(zip(chunk.parameters, views_like(exact, chunk.parameters), strict=True))
-    dense = [member.gradient for member in members if member.gradient.layout is torch.strided]
-    upcast = iter(upcast_flat(dense, exact.device)[1])
-    gradients = (
-        next(upcast) if one.gradient.layout is torch.strided else one.gradient.to(exact.device, torch.float32)
-        for one in members
-    )
+    upcast = (one.gradient.to(exact.device, torch.float32) for one in members)
+    gradients = (one.contiguous() if one.layout is torch.strided else one for one in upcast)
     return [make_proxy(views[one.parameter], gradient) for one, gradient in zip(members, gradients, strict=True)]
 
 
@@ -429,10 +396,7 @@ class LeanParameters(StepTakeOver):
             refill_accumulators(optimizer, self._places)
             convert_states(optimizer, self._places, *self._dtypes)
             self._take(optimizer)
-            self._handles += [
-                optimizer.register_load_state_dict_pre_hook(self._held.before_load),
-                optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
-            ]
+            self._handles += self._held.begin(optimizer, self._after_load)
             register_optimizer_tensors(optimizer, partial(_list_rests, self._chunks))  # self would keep it alive
 
     @torch.no_grad()
@@ -525,14 +489,14 @@ class LeanParameters(StepTakeOver):
         before = exact.clone() if self.check.is_counting else None
         states = [dict(member.local_state) for member in members]
         shaped = [(member.shard.shape, state) for member, state in zip(members, states, strict=True)]
-        upcast = UpcastStates(shaped) if torch.bfloat16 in self._dtypes else None
+        shaped = shaped if torch.bfloat16 in self._dtypes else []
+        seed = self.num_steps, chunk.number
+        upcast_states(shaped)
         try:
             groups = [member.group for member in members]
             step_round.step_proxies(groups, _make_proxies(chunk, exact, members), states)
         finally:
-            seed = self.num_steps, chunk.number
-            if upcast is not None:
-                upcast.round(shaped, seed)
+            round_states(shaped, seed)
             for member, state in zip(members, states, strict=True):
                 publish_state(member, state)
             stepped = None if before is None else exact.clone()

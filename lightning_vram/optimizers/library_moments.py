@@ -189,23 +189,13 @@ class LibraryForm(StateForm):
 
 def _step_as_bitsandbytes(member: Member, state: State, settings: dict[str, Any]) -> None:
     state["step"] += 1
-    first, second = moments = [state[key] for key in _KEYS]
-    import_module("bitsandbytes.functional").optimizer_update_8bit_blockwise(
-        "adam",
-        member.gradient.contiguous().view(-1),
-        member.shard.view(-1),
-        first.records,
-        second.records,
-        *map(float, settings["betas"]),
-        *(0.0, 0.0),
-        float(settings["eps"]),
-        int(state["step"]),
-        float(settings["lr"]),
-        *(one.code_map.on(one.device) for one in moments),
-        first.scales,
-        second.scales,
-        float(settings["weight_decay"]),
-    )
+    moments, step = [state[key] for key in _KEYS], int(state["step"])
+    tensors = member.gradient.contiguous().view(-1), member.shard.view(-1), *(one.records for one in moments)
+    maps, scales = [one.code_map.on(one.device) for one in moments], [one.scales for one in moments]
+    lr, eps, decay = (float(settings[key]) for key in ("lr", "eps", "weight_decay"))
+    betas = *map(float, settings["betas"]), 0.0, 0.0
+    update = import_module("bitsandbytes.functional").optimizer_update_8bit_blockwise
+    update("adam", *tensors, *betas, eps, step, lr, *maps, *scales, decay)
 
 
 def _step_as_torchao(member: Member, state: State, settings: dict[str, Any]) -> None:

@@ -23,7 +23,6 @@ from lightning_vram.core.tensors.properties import flat_as_stored, is_dense, sto
 from lightning_vram.optimizers.library_moments import Library, LibraryForm, form_of
 from lightning_vram.optimizers.moment_forms import (
     LowPrecisionStates,
-    Seed,
     StateForm,
     UpdateCheck,
     find_unsupported,
@@ -206,13 +205,16 @@ def step_rows(step_round: StepRound, rule: Rule | None, members: Sequence[Member
     numbers: dict[tuple[int, int], Numbers] = {}  # by group and count
     for member, (count, number) in zip(chosen, seeds, strict=True):
         assert rule is not None
-        function = _function(rule, _codecs_of(rule, member), member.shard.device)
+        moments = [member.local_state[key] for key in rule.keys]
+        codecs = tuple((bits_of(one), getattr(one, "is_positive", False)) for one in moments)
+        function = _function(rule, codecs, member.shard.device)
         if function is None:
             break
         key = member.group, count
         if key not in numbers:
             numbers[key] = _scalars(rule.numbers(step_round.settings_of(member.group), count + 1), torch.float32)
-        _step_one(function, rule, member, numbers[key], (count, number))
+        seeds_of_moments = [seed_of_moment((count, number), one) for one in rule.keys]
+        _step_one(function, member, moments, numbers[key], seeds_of_moments)
         stepped.add(member)
     counters = [one.local_state["step"] for one in stepped if "step" in one.local_state]
     if counters:
@@ -232,22 +234,18 @@ def _can_step(step_round: StepRound, rule: Rule, member: Member) -> bool:
     return is_whole and has_begun and is_ruled(step_round.optimizer, step_round.settings_of(member.group))
 
 
-def _codecs_of(rule: Rule, member: Member) -> tuple[Codec, ...]:
-    moments = [member.local_state[key] for key in rule.keys]
-    return tuple((bits_of(one), getattr(one, "is_positive", False)) for one in moments)
-
-
-def _step_one(function: Callable[..., None], rule: Rule, member: Member, numbers: Numbers, seed: Seed) -> None:
+def _step_one(
+    function: Callable[..., None], member: Member, moments: Moments, numbers: Numbers, seeds: Sequence[int]
+) -> None:
     shard = member.shard.detach()
     weights, gradient = (flat_as_stored(one).view(-1, ROW) for one in (shard, stored_like(member.gradient, shard)))
-    moments = [member.local_state[key] for key in rule.keys]
     stored = [
         one.records if isinstance(one, LowBitTensor) else flat_as_stored(one).view(torch.int16).view(-1, ROW)
         for one in moments
     ]
     for start in range(0, len(weights), SLICE // ROW):
         place = first_place(member.parameter) + start * ROW
-        draws = _scalars([draw_of(place, seed_of_moment(seed, key)) for key in rule.keys], torch.int64)
+        draws = _scalars([draw_of(place, seed) for seed in seeds], torch.int64)
         part = slice(start, start + SLICE // ROW)
         function(weights[part], gradient[part], [one[part] for one in stored], numbers, *draws)
 
@@ -266,9 +264,7 @@ class LowPrecisionMoments(StepTakeOver):
         """Convert the moments of optimizers, now and after loading; refuse all if one cannot be stepped."""
         fresh = list(filter(self._form.fits, optimizers))
         parameters, name = set(chain.from_iterable(map(iterate_parameters, fresh))), self._form.part
-        self.unheld = find_unsupported(
-            name, f"leave {name} out", self._form, fresh, parameters, is_late=bool(self._taken)
-        )
+        self.unheld = find_unsupported(name, f"leave {name} out", self._form, fresh, parameters)
         forms = [form_of(self._library, self._form, optimizer) for optimizer in fresh]
         for optimizer, form in zip(fresh, forms, strict=True):
             states = LowPrecisionStates(optimizer, form.takes, form, self._check)

@@ -57,16 +57,16 @@ _first_places = WeakTensorKeyDictionary()
 _to_upcast: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
 
 
+@dataclass(eq=False)
 class StateForm:
     """A form of moments: bf16, stochastically rounded; or 8 or 4 bits and a scale per 128 numbers, rounded to nearest.
 
     A decay of .999 moves an average by less than half a unit of bf16 per step. Divisors in few bits never become zero.
     """
 
-    def __init__(self, name: HostState, part: str, bits: int) -> None:
-        self.name = name  # argument of the strategy
-        self.part = part  # callback that uses it for all moments of a run
-        self.bits = bits
+    name: HostState  # argument of the strategy
+    part: str  # callback that uses it for all moments of a run
+    bits: int
 
     @property
     def able(self) -> str:
@@ -188,10 +188,8 @@ def find_unsupported(
     form: StateForm,
     optimizers: Iterable[Optimizer],
     parameters: Container[object],
-    *,
-    is_late: bool,
 ) -> set[nn.Parameter]:
-    """Return the trained parameters whose moments cannot have a form; refuse if all, unless ``is_late``."""
+    """Return the trained parameters whose moments cannot have a form; refuse if all."""
     trained: dict[nn.Parameter, str] = {}  # with the class of their optimizer
     for optimizer in optimizers:
         kind = type(optimizer).__name__
@@ -202,7 +200,7 @@ def find_unsupported(
             )
         trained |= {p: kind for p in iterate_parameters(optimizer) if p.requires_grad and p in parameters}
     unheld = {parameter for parameter in trained if not form.holds(parameter)}
-    if unheld and len(unheld) == len(trained) and not is_late:
+    if unheld and len(unheld) == len(trained):
         found, kinds = (" and ".join(sorted(set(one))) for one in (map(_describe, unheld), trained.values()))
         raise ValueError(
             f"{name} is for the moments of float32 weights, got {found} in {kinds}: use precision='bf16-mixed' or "
@@ -230,6 +228,13 @@ class HeldStates:
     def __init__(self, names: Callable[[nn.Parameter, State], Iterable[str]]) -> None:
         self._names = names
         self._states: dict[nn.Parameter, State] = {}
+
+    def begin(self, optimizer: Optimizer, after_load: Callable[[Optimizer], None]) -> list[RemovableHandle]:
+        """Do so until the returned handles are removed; ``after_load`` takes them in."""
+        return [
+            optimizer.register_load_state_dict_pre_hook(self.before_load),
+            optimizer.register_load_state_dict_post_hook(after_load, prepend=True),
+        ]
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a ``state_dict`` without them: a pre-hook of ``load_state_dict``."""
@@ -273,12 +278,8 @@ class LowPrecisionStates:
 
     def begin(self) -> list[RemovableHandle]:
         """Convert moments now and after loading, until the returned handles are removed."""
-        optimizer = self._optimizer
-        self.take_in(optimizer)
-        return [
-            optimizer.register_load_state_dict_pre_hook(self._held.before_load),
-            optimizer.register_load_state_dict_post_hook(self.take_in, prepend=True),
-        ]
+        self.take_in(self._optimizer)
+        return self._held.begin(self._optimizer, self.take_in)
 
     def take_in(self, optimizer: Optimizer) -> None:
         """Convert the moments that the optimizer has or has loaded, one by one."""

@@ -239,15 +239,11 @@ def _close(threads: ThreadPoolExecutor, file: DiskFile) -> None:
 
 def _step(step_round: StepRound, spans: Sequence[_Span], buffer: Tensor) -> dict[Member, State]:
     """Step what is in a buffer; return the values that parameters have once."""
-    slots = [span.cut(buffer) for span in spans]
-    states: list[State] = [
-        _copy_scalars(span.member.local_state, slot) | slot if _has_begun(span.member.local_state) else {}
-        for span, slot in zip(spans, slots, strict=True)
-    ]
-    seeds = make_seeds([span.member for span in spans], states)
+    slots, members = [span.cut(buffer) for span in spans], [span.member for span in spans]
+    seeds = make_seeds(members, [member.local_state for member in members])
     parts = [
-        Part(span.member, span.range, state, span.layout.form, seed)
-        for span, state, seed in zip(spans, states, seeds, strict=True)
+        Part(span.member, span.range, _stored_part(span.member.local_state, slot), span.layout.form, seed)
+        for span, slot, seed in zip(spans, slots, seeds, strict=True)
     ]
     step_parts(step_round, parts)
     return {part.member: _keep_states(part, slot) for part, slot in zip(parts, slots, strict=True)}
@@ -258,11 +254,12 @@ def _has_begun(state: State) -> bool:
     return any(value is not None for value in state.values())
 
 
-def _copy_scalars(state: State, slots: Mapping[str, Tensor]) -> State:
-    """Copy the values that a parameter has once, such as the step count, so that a failed step does not change them."""
-    tensors = {key for key, value in state.items() if isinstance(value, Tensor)}
-    scalars = {key: value for key, value in state.items() if key not in slots and not (key in tensors and value.dim())}
-    return {key: value.detach().clone() if key in tensors else value for key, value in scalars.items()}
+def _stored_part(state: State, slots: dict[str, Tensor]) -> State:
+    """Return the states of a part; a step that fails must not change what there is once, such as the step count."""
+    scalars = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+    counts = {key: value for key, value in state.items() if isinstance(value, Tensor) and not value.dim()}
+    copied = {key: value.detach().clone() for key, value in counts.items()}
+    return scalars | copied | slots if _has_begun(state) else {}
 
 
 def _keep_states(part: Part, slots: Mapping[str, Tensor]) -> State:

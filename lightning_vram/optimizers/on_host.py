@@ -30,7 +30,6 @@ from lightning_vram.optimizers.step_round import (
     WholeSteps,
     can_step_wholes,
     iterate_parameters,
-    list_tensors,
     refuse_optimizer,
     scale_gradients,
     why_not_steppable,
@@ -118,25 +117,6 @@ class HostOptimizers(StepTakeOver):
     ``nvme_path``: folder for states; ``form``: of moments on the host, or of all moments if ``is_form_everywhere``.
     Schedulers, ``state_dict`` and hooks of the optimizers work as before; reading a parameter, gradient or state waits
     for the step of its layer. ZeRO-Offload (https://arxiv.org/abs/2101.06840) steps after the backward, and waits.
-
-    Example:
-        >>> import torch.distributed as dist
-        >>> import torch
-        >>> from torch import nn
-        >>> from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
-        >>> from lightning_vram.techniques.sharding import plan_sharding_groups
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> mesh = dist.init_device_mesh("cpu", (1,))
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
-        >>> sharding = FullSharding(model, mesh, plan_sharding_groups(model), ShardingOptions())
-        >>> host = HostOptimizers(sharding, num_threads=2)
-        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        >>> host.attach([optimizer])
-        >>> model(torch.ones(2, 4)).sum().backward()
-        >>> optimizer.step()
-        >>> host.finish()
-        >>> host.let_go(sharding.remove())
-        >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -150,7 +130,6 @@ class HostOptimizers(StepTakeOver):
     ) -> None:
         self.may_step_early: Callable[[Callable[[], Any]], bool] = lambda closure: False
         self._sharding = sharding
-        self._is_on_host = sharding.home.type == "cpu"
         self._is_split = sharding.mesh.size() > 1
         self._worker = HostWorker("stepping optimizers", num_threads) if sharding.landing is not None else None
         self._groups = {p.sharded_param: group for group in sharding.groups for p in group.parameters}
@@ -204,7 +183,7 @@ class HostOptimizers(StepTakeOver):
         names = f"host_state={form.name!r}", "host_state='fp32'"
         if self._is_form_everywhere:
             names, optimizers = (form.part, f"leave {form.part} out"), [one for one in optimizers if form.fits(one)]
-        self.unheld = find_unsupported(*names, form, optimizers, parameters, is_late=bool(self._taken))
+        self.unheld = find_unsupported(*names, form, optimizers, parameters)
 
     def _attach_foreign(self, optimizer: Optimizer) -> None:
         """Step an optimizer of an unknown class synchronously, on whole tensors if possible."""
@@ -284,7 +263,7 @@ class HostOptimizers(StepTakeOver):
 
     def _begin_round(self, optimizer: Optimizer, factor: Tensor | None = None) -> StepRound:
         known = self._known.setdefault(optimizer, {})
-        return StepRound(optimizer, is_on_host=self._is_on_host, factor=factor, known=known)
+        return StepRound(optimizer, is_on_host=self._sharding.home.type == "cpu", factor=factor, known=known)
 
     def arrange_by_forward(self) -> None:
         """Order jobs as the next forward needs them: first layers first, averages last."""
@@ -313,7 +292,10 @@ class HostOptimizers(StepTakeOver):
         states = self._taken[step_round.optimizer]
         states.adopt(members, self._worker.drain if self._worker is not None else self.finish)
         self._fresh += [one for one in members if not one.state and one.parameter not in self._stateless]
-        self.work_beside(partial(states.step, step_round, group, members), group, list_tensors(members))
+        # User code sees gradients and states. Each state is copied at once: the submitted step may be adding to it.
+        values = [value for one in members for value in (one.own_gradient, *one.state.values())]
+        watched = [value for value in values if isinstance(value, Tensor)]
+        self.work_beside(partial(states.step, step_round, group, members), group, watched)
 
     def work_beside(
         self, job: Callable[[], None], group: ShardedGroup, watched: Iterable[Tensor], *, is_reader: bool = False

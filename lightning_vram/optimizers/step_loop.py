@@ -4,8 +4,10 @@ The first of these that can does it: compiled code for AdamW on the host, which 
 own step, as torch has it, on float32 copies.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -105,7 +107,8 @@ def _step_natively(step_round: StepRound, part: Part) -> bool:
     if native is None or step is None or not part.size or part.size % LANES:
         return False
     moments = [part.stored[key] for key in ADAMW_STATE[1:]]
-    memories, bits, is_whole = [*map(memory_of, moments)], bits_of(moments[0]), all(map(has_whole_blocks, moments))
+    memories = [moment.records if isinstance(moment, LowBitTensor) else moment for moment in moments]
+    bits, is_whole = bits_of(moments[0]), all(map(_is_codable_moment, moments))
     first, second = (draw_of(part.place, seed_of_moment(part.seed, key)) for key in ADAMW_STATE[1:])
     if part.split is None:
         weights, gradient = part.read(), cut_gradient(part)
@@ -143,16 +146,10 @@ def _adamw_step(step_round: StepRound, part: Part) -> AdamWStep | None:
     return AdamWStep(int(step) + 1, lr, (first, second), eps, decay)
 
 
-def has_whole_blocks(moment: Tensor) -> bool:
-    """Whether compiled code knows how a moment is stored."""
+def _is_codable_moment(moment: Tensor) -> bool:
     if isinstance(moment, LowBitTensor):
         return type(moment) is LowBitTensor and moment.block_size == BLOCK_SIZE
     return moment.dtype == torch.bfloat16
-
-
-def memory_of(moment: Tensor) -> Tensor:
-    """Return the tensor that holds a moment."""
-    return moment.records if isinstance(moment, LowBitTensor) else moment
 
 
 def bits_of(moment: Any) -> int:
@@ -168,111 +165,108 @@ def cut_gradient(part: Part) -> Tensor:
     return flat_as_stored(stored_like(member.gradient, member.shard))[part.range]
 
 
-class _Stepping:
-    """A parameter that is stepped in parts."""
+def _cut(
+    step_round: StepRound,
+    states: LowPrecisionStates | None,
+    member: Member,
+    seed: Seed,
+    split: SplitWeights | None,
+    place: int,
+) -> Iterator[Part]:
+    """Cut a parameter. Compiled code steps it as one part, except for the end, which torch rounds differently."""
+    shard, numel = member.shard, member.shard.numel()
+    form = states.form if states is not None and states.has(member.parameter) else None
+    first = 0 if split is None else split.parts[place][0][0]
 
-    def __init__(
-        self, member: Member, states: LowPrecisionStates | None, split: SplitWeights | None = None, place: int = 0
-    ) -> None:
-        if low_precision_of(member.own_gradient) is None:
-            member = replace(member, gradient=stored_like(member.gradient, member.shard))
-        self.member, self._split, self._place = member, split, place
-        self.form = states.form if states is not None and states.has(member.parameter) else None
-        self._is_counting = states is not None and states.check.is_counting  # compiled code cannot
-        self.part_elements = PART_ELEMENTS if member.shard.device.type == "cpu" else _ON_DEVICE
-        self.seed: Seed = 0, 0
-        self.fresh: State = {}  # new states, to be published after all parts
-
-    def cut(self, step_round: StepRound) -> Iterator[Part]:
-        """Yield parts. Compiled code steps a parameter as one, except for the end, which torch rounds differently."""
-        numel = self.member.shard.numel()
-        if self._split is not None:
-            parts = self._split.parts[self._place]
-        else:
-            most = numel - numel % BLOCK_SIZE if numel % LANES else numel
-            whole = self._make((0, most))
-            can_step = native_step(0) is not None and not self._is_counting
-            if most and can_step and _adamw_step(step_round, whole) is not None:
-                yield whole
-                parts = [(most, numel)] if most < numel else []
-            else:
-                parts = list(cut_parts(0, numel, self.part_elements))
-        if isinstance(self.member.shard, FakeTensor):  # of an estimate: no part needs more
-            parts = parts[:1]
-        yield from map(self._make, parts)
-
-    def save(self, part: Part) -> None:
-        """Store the stepped states of a part."""
-        for key, value in part.state.items():
-            if isinstance(value, Tensor) and value.shape == (part.size,):
-                if value is not part.stored.get(key):  # otherwise written in place
-                    self._cut(key, self._whole(key, value), part.range).copy_(value)
-            else:
-                self.fresh[key] = value
-
-    def _make(self, part: tuple[int, int]) -> Part:
-        first = 0 if self._split is None else self._split.parts[self._place][0][0]
-        start, numel = part[0] - first, self.member.shard.numel()
+    def make(part: tuple[int, int]) -> Part:
+        start = part[0] - first
         found = slice(start, max(min(part[1] - first, numel), start))  # the end of a shard may be padding of FSDP2
-        stored = {key: self._cut(key, value, found) for key, value in self.member.local_state.items()}
-        return Part(self.member, found, stored, self.form, self.seed, self._split, part)
+        stored = {key: _cut_state(value, shard, found) for key, value in member.local_state.items()}
+        return Part(member, found, stored, form, seed, split, part)
 
-    def _whole(self, key: str, value: Tensor) -> Tensor:
-        """Return a whole stored state, new if there was none."""
-        whole, like = self.fresh.get(key, self.member.local_state.get(key)), self.member.shard
-        if isinstance(whole, Tensor) and whole.shape == like.shape:
-            return whole
-        if self.form is not None and key in MOMENTS:
-            made = self.form.empty(key, like)
+    if split is not None:
+        parts = split.parts[place]
+    else:
+        most = numel - numel % BLOCK_SIZE if numel % LANES else numel
+        can_step = most and native_step(0) is not None and (states is None or not states.check.is_counting)
+        if can_step and _adamw_step(step_round, whole := make((0, most))) is not None:
+            yield whole
+            parts = [(most, numel)] if most < numel else []
         else:
-            made = torch.empty_like(like, dtype=value.dtype, device=value.device, requires_grad=False)
-        self.fresh[key] = made
-        return made
+            parts = list(cut_parts(0, numel, _most_elements(member)))
+    yield from map(make, parts[:1] if isinstance(shard, FakeTensor) else parts)  # of an estimate: no part needs more
 
-    def _cut(self, key: str, value: Any, part: slice) -> Any:
-        """Return a part of a tensor with one number per weight; a copy of another value."""
-        if not isinstance(value, Tensor):
-            return value
-        if value.shape != self.member.shard.shape:
-            return value.clone()
-        return value.cut(part.start, part.stop) if isinstance(value, LowBitTensor) else flat_as_stored(value)[part]
+
+def _most_elements(member: Member) -> int:
+    return PART_ELEMENTS if member.shard.device.type == "cpu" else _ON_DEVICE
+
+
+def _cut_state(value: Any, shard: Tensor, part: slice) -> Any:
+    """Return a part of a tensor with one number per weight; a copy of another value."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape != shard.shape:
+        return value.clone()
+    return value.cut(part.start, part.stop) if isinstance(value, LowBitTensor) else flat_as_stored(value)[part]
+
+
+def _save(part: Part, fresh: State) -> None:
+    """Store the stepped states of a part; ``fresh``: new ones of its parameter, to be published after all parts."""
+    shard = part.member.shard
+    for key, value in part.state.items():
+        if not isinstance(value, Tensor) or value.shape != (part.size,):
+            fresh[key] = value
+        elif value is not part.stored.get(key):  # otherwise written in place
+            whole = fresh.get(key, part.member.local_state.get(key))
+            if not isinstance(whole, Tensor) or whole.shape != shard.shape:
+                if part.form is not None and key in MOMENTS:
+                    whole = part.form.empty(key, shard)
+                else:
+                    whole = torch.empty_like(shard, dtype=value.dtype, device=value.device, requires_grad=False)
+                fresh[key] = whole
+            _cut_state(whole, shard, part.range).copy_(value)
 
 
 def step_in_parts(step_round: StepRound, states: LowPrecisionStates, members: Sequence[Member]) -> None:
     """Step members with low-precision moments, some parts at a time."""
     for device in dict.fromkeys(member.shard.device for member in members):
-        here = [member for member in members if member.shard.device == device]
-        _step_all(step_round, states, [_Stepping(member, states) for member in here])
+        _step_all(step_round, states, [(one, None, 0) for one in members if one.shard.device == device])
 
 
-def _batches(step_round: StepRound, steppings: Sequence[_Stepping]) -> Iterator[list[tuple[_Stepping, Part]]]:
+def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
     """Yield parts to be stepped at once: one large one, or many small ones."""
-    batch: list[tuple[_Stepping, Part]] = []
+    batch: list[Part] = []
     size = 0
-    for stepping in steppings:
-        for part in stepping.cut(step_round):
-            batch.append((stepping, part))
-            size += part.size
-            if size >= stepping.part_elements:
-                yield batch
-                batch, size = [], 0
+    for part in parts:
+        batch.append(part)
+        size += part.size
+        if size >= _most_elements(part.member):
+            yield batch
+            batch, size = [], 0
     yield batch
 
 
 @torch.no_grad()
-def _step_all(step_round: StepRound, states: LowPrecisionStates | None, steppings: Sequence[_Stepping]) -> None:
-    if not steppings:
-        return
-    members = [one.member for one in steppings]
+def _step_all(
+    step_round: StepRound, states: LowPrecisionStates | None, targets: Sequence[tuple[Member, SplitWeights | None, int]]
+) -> None:
+    """Step members, with split weights, if there are any, and their place there."""
+    given, splits, places = zip(*targets, strict=True)
+    is_wide = [low_precision_of(one.own_gradient) is None for one in given]
+    members: list[Member] = [
+        replace(one, gradient=stored_like(one.gradient, one.shard)) if wide else one
+        for one, wide in zip(given, is_wide, strict=True)
+    ]
     step_round.scale(members)
-    for one, seed in zip(steppings, make_seeds(members, [member.local_state for member in members]), strict=True):
-        one.seed = seed
-    for batch in _batches(step_round, steppings):
-        step_parts(step_round, [part for _, part in batch], None if states is None else states.check)
-        for stepping, part in batch:
-            stepping.save(part)
-    for stepping in steppings:
-        publish_state(stepping.member, stepping.fresh)
+    seeds = make_seeds(members, [member.local_state for member in members])
+    fresh: dict[Member, State] = {member: {} for member in members}
+    cuts = map(partial(_cut, step_round, states), members, seeds, splits, places)
+    for batch in _batches(chain.from_iterable(cuts)):
+        step_parts(step_round, batch, None if states is None else states.check)
+        for part in batch:
+            _save(part, fresh[part.member])
+    for member, state in fresh.items():
+        publish_state(member, state)
 
 
 def step_flat_shards(
@@ -293,8 +287,7 @@ def step_flat_shards(
         values = (value for one in ours for value in one.local_state.values() if isinstance(value, Tensor))
         can_part = is_elementwise(type(step_round.optimizer)) and all(value.is_contiguous() for value in values)
         if flat_shard.shards is None and not is_whole and can_part:
-            split = flat_shard.split
-            _step_all(step_round, states, [_Stepping(one, states, split, places[one.parameter]) for one in ours])
+            _step_all(step_round, states, [(one, flat_shard.split, places[one.parameter]) for one in ours])
         else:
             flat_shard.open()
             for member in ours:

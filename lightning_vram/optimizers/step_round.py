@@ -31,12 +31,7 @@ from lightning_vram.private_names.fsdp2 import (
     own_shard_of,
     stored_shard,
 )
-from lightning_vram.private_names.torch import (
-    group_reader,
-    is_initialized,
-    is_wrapped_by_scheduler,
-    local_shard_of,
-)
+from lightning_vram.private_names.torch import group_reader, is_wrapped_by_scheduler, local_shard_of
 from lightning_vram.techniques.sharding import low_precision_of, scale_low_precision
 
 # Their step treats each parameter by itself and reads only groups and state: we have read their code.
@@ -149,11 +144,6 @@ def why_not_steppable(
 def refuse_optimizer(optimizer: Optimizer, *, is_split: bool) -> None:
     """Refuse an optimizer whose result on shards would differ; ``is_split``: shards are on several ranks."""
     name = type(optimizer).__name__
-    if not is_initialized(optimizer):
-        raise ValueError(
-            f"{name} cannot step on shards: it never called Optimizer.__init__ and cannot have hooks. Use another "
-            "optimizer, such as AdamW."
-        )
     for kind, reason in _NEVER.items():
         if isinstance(optimizer, kind):
             raise ValueError(f"{name} cannot step on shards: {reason}. Use another optimizer, such as AdamW.")
@@ -249,9 +239,6 @@ class StepRound:
 
     def _read_state(self, index: int, parameter: nn.Parameter, shard: Tensor) -> State:
         state = self.optimizer.state[parameter]
-        if isinstance(state.get("step"), int | float):
-            on_device = any(self._groups[index].get(name) for name in ("fused", "capturable"))
-            state["step"] = torch.tensor(float(state["step"]), device=parameter.device if on_device else "cpu")
         local = local_parts(parameter, state, shard, is_contiguous=parameter in self._contiguous)
         for key, value in local.items():
             is_other = isinstance(value, Tensor) and value.dim() and value.shape != shard.shape
@@ -379,13 +366,6 @@ def as_sharded(value: Any, parameter: nn.Parameter, shape: torch.Size) -> Any:
     like = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=like)
     return DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
-def list_tensors(members: Iterable[Member]) -> list[Tensor]:
-    """Return the gradients and states of a step, as user code sees them."""
-    # Each state is copied at once: the submitted step may be adding to it.
-    found = [value for one in members for value in (one.own_gradient, *one.state.values())]
-    return [value for value in found if isinstance(value, Tensor)]
 
 
 def make_proxy(shard: Tensor, gradient: Tensor) -> nn.Parameter:

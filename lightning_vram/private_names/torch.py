@@ -378,11 +378,6 @@ step_pre_hooks: Callable[[Optimizer], Any] = attrgetter("_optimizer_step_pre_hoo
 """Return the hooks that run before the step of an optimizer."""
 
 
-def is_initialized(optimizer: Optimizer) -> bool:
-    """Whether its class called ``Optimizer.__init__``, and it can have hooks."""
-    return hasattr(optimizer, "_optimizer_state_dict_pre_hooks")
-
-
 def group_reader(kind: type[Optimizer]) -> object:
     """Return the function with which the step of a class of ``torch.optim`` reads a group and creates states."""
     return getattr(kind, "_init_group", None)

@@ -173,7 +173,7 @@ class MetricOffload(FitTechnique):
     def __init__(self) -> None:
         self._offloaded: dict[int, OffloadedMetric] = {}  # by the identity of the metric, which it keeps alive
         self._collected: GrowingLists | None = None
-        self._has_warned_of_calls = self._has_warned_of_outputs = False
+        self._warned: set[str] = set()  # of what, in this run
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -191,7 +191,7 @@ class MetricOffload(FitTechnique):
     def _undo(self) -> None:
         while self._offloaded:
             self._offloaded.popitem()[1].remove()
-        vars(self).update(self._between_runs())
+        self._collected, self._warned = None, set()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -232,11 +232,7 @@ class MetricOffload(FitTechnique):
     on_predict_batch_end = on_validation_batch_end
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | self._between_runs()  # a copy is not part of any run
-
-    def _between_runs(self) -> dict[str, Any]:
-        flags = {"_has_warned_of_calls": False, "_has_warned_of_outputs": False}
-        return {"_offloaded": {}, "_collected": None, **flags}
+        return vars(self) | {"_offloaded": {}, "_collected": None, "_warned": set()}  # a copy is not part of any run
 
     def _offload(self, module: pl.LightningModule) -> None:
         """Offload the metrics that are not yet: users make some anew for each epoch (``MetricTracker``)."""
@@ -251,9 +247,9 @@ class MetricOffload(FitTechnique):
 
     def _warn_of_calls(self, module: pl.LightningModule) -> None:
         called = [one.metric for one in self._offloaded.values() if one.is_called]
-        if self._has_warned_of_calls or not called:
+        if "calls" in self._warned or not called:
             return
-        self._has_warned_of_calls = True
+        self._warned.add("calls")
         names = {id(member): name for name, member in module.named_modules()}
         metrics = ", ".join(f"{names.get(id(metric), 'metric')} ({type(metric).__name__})" for metric in called)
         rank_zero_warn(
@@ -263,11 +259,11 @@ class MetricOffload(FitTechnique):
         )
 
     def _warn_of_outputs(self, device: torch.device) -> None:
-        if self._collected is None or self._has_warned_of_outputs or device.type == "cpu":
+        if self._collected is None or "outputs" in self._warned or device.type == "cpu":
             return
         if not (found := self._collected.look()):
             return
-        self._has_warned_of_outputs = True
+        self._warned.add("outputs")
         lists = ", ".join(
             f"`self.{one.name}` ({format_bytes(one.total_bytes)}, {format_bytes(one.growth_bytes)} more with each "
             "batch)"

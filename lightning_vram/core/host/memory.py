@@ -256,11 +256,6 @@ class _Buffer:
     def is_free(self) -> bool:
         return self.given is None or self.given() is None
 
-    def give(self, num_bytes: int, dtype: torch.dtype) -> Tensor:
-        storage = self.memory.untyped_storage()[:num_bytes]  # one of its own, that keeps the memory alive
-        self.given, self.num_idle = weakref.ref(storage), -1
-        return torch.empty(0, dtype=dtype, device="cpu").set_(storage)
-
 
 class HostBuffers:
     """Gives out flat tensors in sizes that recur, as gradients do; called by one thread at a time.
@@ -288,7 +283,9 @@ class HostBuffers:
             if buffer is None:
                 buffer = _Buffer(make_host_tensor(num_bytes, torch.uint8, pin_memory=True))
                 self._buffers.append(buffer)
-            return buffer.give(num_bytes, dtype)
+            storage = buffer.memory.untyped_storage()[:num_bytes]  # one of its own, that keeps the memory alive
+            buffer.given, buffer.num_idle = weakref.ref(storage), -1
+            return torch.empty(0, dtype=dtype, device="cpu").set_(storage)
 
     def end_backward(self) -> None:
         """Free memory that the last backwards did not need, such as that of a first one in another dtype."""
@@ -342,7 +339,7 @@ class SplitWeights:
         """Return all weights, flat, in new memory."""
         numbers = torch.empty(self.upper.numel(), dtype=torch.float32, device="cpu")
         for start, stop in self._parts_to_do(numbers):
-            self._read((start, stop), numbers[start:stop])
+            self.read((start, stop), numbers[start:stop])
         return numbers
 
     def _parts_to_do(self, numbers: Tensor) -> list[Part]:
@@ -351,10 +348,17 @@ class SplitWeights:
             return [max(parts, key=lambda part: part[1] - part[0])] if parts else []
         return parts
 
-    def read(self, part: Part) -> Tensor:
-        """Return the weights of one part, flat, in new memory."""
-        numbers = torch.empty(part[1] - part[0], dtype=torch.float32, device="cpu")
-        self._read(part, numbers)
+    def read(self, part: Part, numbers: Tensor | None = None) -> Tensor:
+        """Return the weights of one part, flat, in ``numbers`` or new memory."""
+        if numbers is None:
+            numbers = torch.empty(part[1] - part[0], dtype=torch.float32, device="cpu")
+        lower = self._lower[slice(*part)]
+        bits = numbers.copy_(self.upper[slice(*part)]).view(torch.int32)
+        bits.add_(lower)
+        if part[0] in self._exceptions and numbers.numel():
+            places, halves = self._exceptions[part[0]]
+            chosen = slice(None) if places is None else places.long()
+            bits[chosen] = halves.int().bitwise_left_shift_(16).bitwise_or_(lower[chosen].int().bitwise_and_(0xFFFF))
         return numbers
 
     def write(self, part: Part, numbers: Tensor) -> None:
@@ -383,15 +387,6 @@ class SplitWeights:
             self._exceptions[part[0]] = places, halves
         if 3 * places.numel() > part[1] - part[0]:
             self.write(part, self.read(part))
-
-    def _read(self, part: Part, numbers: Tensor) -> None:
-        lower = self._lower[slice(*part)]
-        bits = numbers.copy_(self.upper[slice(*part)]).view(torch.int32)
-        bits.add_(lower)
-        if part[0] in self._exceptions and numbers.numel():
-            places, halves = self._exceptions[part[0]]
-            chosen = slice(None) if places is None else places.long()
-            bits[chosen] = halves.int().bitwise_left_shift_(16).bitwise_or_(lower[chosen].int().bitwise_and_(0xFFFF))
 
 
 def cut_parts(start: int, stop: int, most: int | None = None) -> Iterator[Part]:

@@ -92,7 +92,7 @@ def test_frozen_parameters_come_back_exactly_and_train_when_thawed(scheme):
     net[0].requires_grad_(True)
     give_gradients(net, 1)
     optimizer.step()
-    assert {chunk.codec._scheme for chunk in lean._chunks} == {scheme}
+    assert {chunk.scheme for chunk in lean._chunks} == {scheme}
     lean.restore()
     expected = torch.add(plain[0].weight, net[0].weight.grad, alpha=-0.1)
     assert torch.allclose(net[0].weight, expected, rtol=2**-7, atol=2**-10)

@@ -72,4 +72,4 @@ def test_frozen_parameters_cost_two_bytes_of_the_device_and_a_few_of_the_host(sc
         layer = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(requires_grad=False)
         lean = LeanParameters(layer.parameters(), scheme)
         assert tracker.timeline.live_bytes == (2 + host_bytes) * WIDTH * WIDTH
-    assert lean._chunks[0].codec.rest.device.type == "cpu"
+    assert lean._chunks[0].rest.device.type == "cpu"

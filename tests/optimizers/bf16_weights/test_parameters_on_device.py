@@ -23,7 +23,7 @@ def test_a_module_moved_after_conversion_steps_as_in_fp32(scheme, options):
         for some_net, some in ((net, optimizer), (plain, reference)):
             give_gradients_on_the_device(some_net, seed)
             some.step()
-    assert lean._chunks[0].codec.rest.device.type == DEVICE
+    assert lean._chunks[0].rest.device.type == DEVICE
     net.cpu()  # as Lightning does before the teardown of plugins
     lean.restore()
     assert_same_weights(net, plain.cpu())
@@ -40,7 +40,7 @@ def test_what_frozen_parameters_lack_stays_on_the_host_and_a_nan_of_the_device_s
     for parameter in net[1].parameters():
         parameter.grad = torch.full_like(parameter, torch.inf)
     optimizer.step()
-    rests = [chunk.codec.rest for chunk in lean._chunks if not chunk.parameters[0].requires_grad]
+    rests = [chunk.rest for chunk in lean._chunks if not chunk.parameters[0].requires_grad]
     assert [rest.device.type for rest in rests] == ["cpu"]
     assert net[1].weight.isnan().all()  # 0x7fffffff, which overflows when it is rounded
     lean.restore()

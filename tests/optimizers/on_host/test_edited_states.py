@@ -203,16 +203,6 @@ def test_it_counts_in_a_step_that_begins_in_the_backward(mesh, tmp_path, place, 
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_step_count_may_be_a_number(mesh, tmp_path, place):
-    def write_numbers(optimizer: Optimizer, held: dict[str, Any]) -> None:
-        for state in optimizer.state.values():
-            state["step"] = 1000
-
-    ours, tensors = (train_hosted(place, tmp_path, edit) for edit in (write_numbers, replace_steps))
-    assert torch.equal(ours, tensors)
-
-
-@pytest.mark.parametrize("place", PLACES)
 def test_gradients_and_moments_may_lie_in_another_order(mesh, tmp_path, place):
     def turned(tensor: Tensor) -> Tensor:
         return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
