@@ -252,7 +252,7 @@ class SavedTensorStage(ABC):
         self._next = innermost_stage()
         private.hide_warning_of_hooks()
         with ExitStack() as stack:
-            hooks = saved_tensors_hooks(self._pack, unpack)
+            hooks = saved_tensors_hooks(self._pack, self._unpack)
             stack.enter_context(hooks)
             _here.stages.append(self)
             stack.callback(_here.stages.remove, self)
@@ -274,6 +274,10 @@ class SavedTensorStage(ABC):
                 return version_counter(tensor), private.num_writes(tensor), taken, tensor.shape
         return pack_in_place(tensor)
 
+    @hide_from_dynamo
+    def _unpack(self, packed: Any) -> Tensor:
+        return unpack(packed)
+
     def _is_lasting(self, tensor: Tensor) -> bool:
         """Whether its memory is that of a parameter or buffer, and stays whether it is saved or not."""
         base = private.base_of(tensor) if private.is_view(tensor) else tensor
@@ -290,7 +294,6 @@ def pack_in_place(tensor: Tensor) -> Any:
     return tensor if tensor.is_leaf else alias(tensor), private.num_writes(tensor)
 
 
-@hide_from_dynamo
 def unpack(packed: Any) -> Tensor:
     """Return a saved tensor. Raises ``RuntimeError`` as autograd does if it was overwritten since."""
     if isinstance(packed, Tensor):
