@@ -69,9 +69,9 @@ def _names(namespace: str, *names: str) -> frozenset[str]:
 
 # Two FLOPs per element of the result and per number in the last dimension of the left matrix.
 _FLAT_PRODUCTS = _names("aten", "mm bmm addmm baddbmm mv dot vdot linear addmv", dispatcher.PRODUCTS)
-_CONVOLUTIONS = _names("aten", "convolution conv_tbc", dispatcher.CONVOLUTION)
+_CONVOLUTIONS = _names("aten", "convolution", dispatcher.CONVOLUTION)
 _RECURRENT = _names("aten", "miopen_rnn mkldnn_rnn_layer", dispatcher.RECURRENT)
-MATMULS = _FLAT_PRODUCTS | _CONVOLUTIONS | _RECURRENT | _names("aten", "addbmm", dispatcher.OTHER_PRODUCTS)
+MATMULS = _FLAT_PRODUCTS | _CONVOLUTIONS | _RECURRENT | _names("aten", "addbmm conv_tbc", dispatcher.OTHER_PRODUCTS)
 """Qualified names, without overload, of matrix products, convolutions and recurrent kernels."""
 
 ATTENTION = _names("aten", dispatcher.ATTENTIONS) | _names("higher_order", "flex_attention")
@@ -217,8 +217,6 @@ def _count_flops_without_formula(name: str, args: Sequence[Any], outputs: Any) -
     result: Any = next(tensors_in(outputs), None)
     if name in _FLAT_PRODUCTS:
         return int(2 * result.numel() * args[name in _LEFT_MATRIX_SECOND].shape[-1])
-    if name == "aten::addbmm":  # the batch is summed
-        return int(2 * args[1].numel() * args[2].shape[-1])
     if name in _CONVOLUTIONS:  # weight [C_out, C_in / groups, *kernel]
         return int(2 * result.numel() * prod(args[1].shape[1:]))
     return 0

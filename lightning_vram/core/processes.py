@@ -22,14 +22,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_vram.core.ranks import RankAgreement, gather_objects
+from lightning_vram.memory import host
 from lightning_vram.memory.device.accelerators import pci_address
-from lightning_vram.memory.host import (
-    cores_by_node,
-    cores_of_rank,
-    machine_name,
-    node_of_pci_device,
-    own_cores,
-)
 from lightning_vram.private_names.torch import bind_threads
 
 # Destroying a group does not join gloo's threads while anybody (a wrapper, a mesh) still refers to it. One that drops
@@ -74,17 +68,17 @@ def bind_to_node_of(
     process is bound already, or a node has no rank and ``idle_nodes_ok`` is false: its cores and memory bandwidth would
     be idle. ``root`` is where ``proc`` and ``sys`` are mounted.
     """
-    own, address = own_cores(), pci_address(device)
-    usable: dict[int | None, frozenset[int]] = {node: cores & own for node, cores in cores_by_node(root).items()}
-    node = node_of_pci_device(address, root) if address is not None else None
+    own, address = host.own_cores(), pci_address(device)
+    usable: dict[int | None, frozenset[int]] = {node: cores & own for node, cores in host.cores_by_node(root).items()}
+    node = host.node_of_pci_device(address, root) if address is not None else None
     cores = usable.get(node) or own
-    claims = [claim for claim in gather_objects((machine_name(), node, cores)) if claim[0] == machine_name()]
+    claims = [claim for claim in gather_objects((host.machine_name(), node, cores)) if claim[0] == host.machine_name()]
     nodes = [other for _, other, _ in claims]
     is_idle = any(of_node and each not in nodes for each, of_node in usable.items())
     if cores == own or (is_idle and not idle_nodes_ok):
         return None
     num_sharing = sum(not cores.isdisjoint(of_rank) for _, _, of_rank in claims)
-    num_threads = cores_of_rank(local_world_size, root)  # before: then it counts those of all nodes
+    num_threads = host.cores_of_rank(local_world_size, root)  # before: then it counts those of all nodes
     try:
         bind_threads(logical_cpu_indices=set(cores))
     except OSError:

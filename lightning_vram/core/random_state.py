@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lightning_vram.core.tensors.properties import flatten_arguments
-from lightning_vram.private_names.dispatcher import default_device_of_block
 from lightning_vram.private_names.torch import read_flags, write_flags
 
 Source = tuple[Callable[[], Any], Callable[[Any], object]]  # how to read the state of a generator, and how to set it
@@ -153,7 +152,7 @@ class AmbientState:
         devices.add(_HOST)
         kinds = {device.type for device in devices}
         self._autocasts = {kind: _read_autocast(kind) for kind in kinds if _can_autocast(kind)}
-        self._default_device = default_device_of_block()
+        self._default_device = torch.get_default_device()
         self._flags = read_flags()
         self._context = copy_context()
         sources = filter(None, map(default_source, devices - {torch.device("meta")}))
@@ -187,8 +186,8 @@ class AmbientState:
                 if then != _read_autocast(kind):
                     is_enabled, dtype, has_cache = then
                     stack.enter_context(torch.autocast(kind, dtype, is_enabled, has_cache))
-            if default_device_of_block() != self._default_device:
-                stack.enter_context(self._default_device or _HOST)
+            if torch.get_default_device() != self._default_device:
+                stack.enter_context(self._default_device)
             return work()
 
 

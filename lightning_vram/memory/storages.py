@@ -11,15 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from lightning_vram.private_names import torch as private
 from lightning_vram.private_names.dispatcher import is_traceable_wrapper_subclass
-from lightning_vram.private_names.torch import (
-    num_writes,
-    sparse_indices,
-    sparse_values,
-    storage_identity,
-    storage_key,
-    tree_leaves,
-)
 
 
 def iterate_storages(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, torch.device]]:
@@ -45,7 +38,7 @@ def iterate_storages(tensor: Tensor) -> Iterator[tuple[torch.UntypedStorage, tor
 
 def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout is torch.sparse_coo:
-        return sparse_indices(tensor), sparse_values(tensor)
+        return private.sparse_indices(tensor), private.sparse_values(tensor)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -55,7 +48,7 @@ def _sparse_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def iterate_tensors(nest: Any) -> Iterator[Tensor]:
     """Yield the tensors of a batch: any nest of containers, mappings, dataclasses and other objects with attributes."""
-    for leaf in tree_leaves(nest):
+    for leaf in private.tree_leaves(nest):
         if isinstance(leaf, Tensor):
             yield leaf
         elif isinstance(leaf, Mapping):  # not every mapping is a dict: transformers' BatchEncoding
@@ -70,7 +63,7 @@ NO_VERSION = -1
 def version_of(tensor: Tensor) -> int:
     """Return how often ``tensor`` was written to; :data:`NO_VERSION` if it is an inference tensor, which has none."""
     try:
-        return num_writes(tensor)
+        return private.num_writes(tensor)
     except RuntimeError:
         return NO_VERSION
 
@@ -78,7 +71,7 @@ def version_of(tensor: Tensor) -> int:
 def storage_address(tensor: Tensor) -> int:
     """Return what all views of one memory have in common; 0 for tensors without one piece of memory (sparse)."""
     try:
-        return storage_identity(tensor)
+        return private.storage_identity(tensor)
     except (NotImplementedError, RuntimeError):
         return 0
 
@@ -106,14 +99,16 @@ class ByStorage(Generic[Value]):
     def find(self, tensor: Tensor) -> Value | None:
         """Return the fact for the memory of ``tensor``; ``None`` also if that is not one piece (sparse)."""
         try:
-            noted = self._noted.get(storage_identity(tensor))  # not storage_address(): this runs for every operator
+            noted = self._noted.get(
+                private.storage_identity(tensor)
+            )  # not storage_address(): this runs for every operator
         except (NotImplementedError, RuntimeError):
             return None
         return noted[1] if noted is not None and noted[0]() is not None else None
 
     def find_storage(self, storage: torch.UntypedStorage) -> Value | None:
         """Return the fact for ``storage``."""
-        reference, value = self._noted.get(storage_key(storage), (None, None))
+        reference, value = self._noted.get(private.storage_key(storage), (None, None))
         return value if reference is not None and reference() is not None else None
 
     def note(self, tensor: Tensor, value: Value) -> None:
@@ -123,7 +118,7 @@ class ByStorage(Generic[Value]):
 
     def note_storage(self, storage: torch.UntypedStorage, value: Value) -> None:
         """Set the fact for ``storage``."""
-        key = storage_key(storage)
+        key = private.storage_key(storage)
         self._noted[key] = weakref.ref(storage, self._bury(key) if self._on_death is not None else None), value
         if self._on_death is None and len(self._noted) >= self._prune_at:
             for dead in [key for key, (reference, _) in list(self._noted.items()) if reference() is None]:
@@ -147,7 +142,7 @@ class ByStorage(Generic[Value]):
 
     def drop_storage(self, storage: torch.UntypedStorage) -> None:
         """Forget what was noted for ``storage``."""
-        self._noted.pop(storage_key(storage), None)
+        self._noted.pop(private.storage_key(storage), None)
 
     def clear(self) -> None:
         """Forget everything; no death is reported any more."""

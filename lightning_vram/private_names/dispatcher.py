@@ -26,9 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend
-from torch.overrides import _get_current_function_mode_stack as current_function_modes
 from torch.utils import backend_registration
-from torch.utils._device import DeviceContext
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -103,17 +101,6 @@ class QuickFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             and arg.layout is torch.strided
             and not arg.is_quantized
         )
-
-
-def default_device_of_block() -> torch.device | None:
-    """Return the device of the innermost ``with torch.device(...)``, or the default device that was set, if any.
-
-    ``torch.get_default_device`` makes a tensor to find out, and takes a hundred times as long without any.
-    """
-    if not torch._C._len_torch_function_stack():
-        return None
-    modes = reversed(current_function_modes())  # type: ignore[no-untyped-call]
-    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default

@@ -48,7 +48,7 @@ def bind(monkeypatch: pytest.MonkeyPatch, root: Path) -> Any:
         for device, cores in reversed(list(zip(devices, own, strict=True))):
             address = None if device is None else ADDRESSES[device]
             monkeypatch.setattr(processes, "pci_address", lambda _, address=address: address)
-            monkeypatch.setattr(processes, "own_cores", lambda cores=cores: frozenset(cores))
+            monkeypatch.setattr(processes.host, "own_cores", lambda cores=cores: frozenset(cores))
             with pytest.raises(_AsksOthersError):
                 bind_to_node_of(CARD, len(devices), root=root)
         monkeypatch.setattr("lightning_vram.memory.host.os.sched_getaffinity", lambda _: own[0], raising=False)
