@@ -225,12 +225,12 @@ def add_silent_logger(trainer: pl.Trainer) -> None:
     """Let steps have a ``self.logger``, which drops whatever they hand to it."""
     log_nothing(trainer)
     logger = _SilentLogger()
-    logger.save_dir = str(trainer.default_root_dir)  # type: ignore[misc]
+    logger.save_dir = str(trainer.default_root_dir)
     trainer.loggers = [logger]
 
 
 class _SilentLogger(DummyLogger):
-    save_dir = None  # type: ignore[assignment]  # a property of others
+    save_dir: Any = None  # a property of other loggers
 
 
 def parts_of(arguments: Mapping[str, Any], run_callbacks: RunCallbacks = ()) -> dict[str, list[Any]]:

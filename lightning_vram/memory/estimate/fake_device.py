@@ -213,6 +213,9 @@ _CLONE = "aten::clone"
 class UntouchedWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Skip, in a ``with`` block, the first values of large tensors on the host: pages not written to take no memory."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
