@@ -212,19 +212,17 @@ def _first_of(loader: Any, most: int) -> list[Any]:
 
 def _first_of_loader(loader: DataLoader[Any], most: int) -> list[Any]:
     """Read it in this process: no worker begins, and what the loader keeps of its iterations stays."""
-    dataset = loader.dataset
+    dataset, memo = loader.dataset, {id(loader.dataset): loader.dataset}
+    options: dict[str, Any]
     if isinstance(dataset, IterableDataset):
-        samples = iter(_copy(dataset))
-        parts = samples if loader.batch_size is None else iter(lambda: list(islice(samples, loader.batch_size)), [])
-        return [loader.collate_fn(part) for part in islice(parts, most)]
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        dataset, options = _copy(dataset), {"batch_size": loader.batch_size}
+    elif loader.batch_sampler is None:
+        options = {"batch_size": None, "sampler": copy.deepcopy(loader.sampler, memo)}
+    else:
+        options = {"batch_sampler": copy.deepcopy(loader.batch_sampler, memo)}
     states = [(generator, read_state(generator)) for generator in _generators_of(dataset)]
     try:
-        read: Callable[[Any], Any] = dataset.__getitem__
-        if loader.batch_sampler is not None:
-            read = getattr(dataset, "__getitems__", lambda places: [dataset[place] for place in places])
-        places = islice(copy.deepcopy(sampler, {id(dataset): dataset}), most)
-        return [loader.collate_fn(read(place)) for place in places]
+        return list(islice(DataLoader(dataset, collate_fn=loader.collate_fn, **options), most))
     finally:
         for generator, state in states:
             write_state(generator, state)

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_vram.memory.estimate.fake_device import FAKE_GPU
+from lightning_vram.memory.estimate.known_values import replaced
 from lightning_vram.private_names.dispatcher import disconnected
 from lightning_vram.private_names.lightning import ddp_arguments, log_nothing
 
@@ -80,9 +81,7 @@ def _silence_first_times(stack: ExitStack) -> None:
     """What is said once in a process is not said here, nor noted as said: the run has yet to say it."""
     once = [name for name in dir(logging.Logger) if name.endswith("_once")]  # of transformers, for one
     for owner, names in ((WarningCache, ("warn", "deprecation", "info")), (logging.Logger, once)):
-        for name in names:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, lambda *_, **__: None)
+        stack.enter_context(replaced(owner, dict.fromkeys(names, _do_nothing)))
     stack.callback(torch.set_warn_always, torch.is_warn_always_enabled())
     torch.set_warn_always(True)
 
@@ -104,11 +103,10 @@ _CHANGE_THE_STEP = (
 )
 _OWN, _LIGHTNINGS = "lightning_vram.", "lightning.pytorch.callbacks."
 TAKES_NO_MEMORY = "takes_no_memory"  # attribute of callbacks of this package that an estimate leaves out
-_ENDS = (
-    *("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end"),
-    *("on_train_end", "on_fit_end", "on_exception", "on_save_checkpoint", "teardown"),
+_NOT_RUN = (
+    *("on_train_epoch_end", "on_validation_epoch_end", "on_train_end", "on_fit_end", "on_exception"),
+    *("on_save_checkpoint", "teardown", "prepare_data"),  # data are there, or made by the run itself
 )
-_NOT_RUN = (*_ENDS, "prepare_data")  # data are there, or made by the run itself
 RunCallbacks = Sequence[str | type[Callback]]
 _KEPT = (
     *("strategy", "precision", "callbacks", "plugins", "accumulate_grad_batches", "gradient_clip_val"),
@@ -225,12 +223,12 @@ def add_silent_logger(trainer: pl.Trainer) -> None:
     """Let steps have a ``self.logger``, which drops whatever they hand to it."""
     log_nothing(trainer)
     logger = _SilentLogger()
-    logger.save_dir = str(trainer.default_root_dir)  # type: ignore[misc]
+    logger.save_dir = str(trainer.default_root_dir)
     trainer.loggers = [logger]
 
 
 class _SilentLogger(DummyLogger):
-    save_dir = None  # type: ignore[assignment]  # a property of others
+    save_dir: Any = None  # a property of other loggers
 
 
 def parts_of(arguments: Mapping[str, Any], run_callbacks: RunCallbacks = ()) -> dict[str, list[Any]]:

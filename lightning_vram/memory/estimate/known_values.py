@@ -477,7 +477,7 @@ class KnownValues(UnwrappedMode):
 
     def _of_program(self, tensor: Tensor) -> Tensor | None:
         """Return a value that follows from the program, or from a record."""
-        return None if tensor in self._of_data else self._values.get(tensor)  # type: ignore[no-any-return]
+        return None if tensor in self._of_data else self._values.get(tensor)
 
     def _knows(self, tensor: Tensor) -> bool:
         return tensor in self._values if isinstance(tensor, FakeTensor) else _is_short(tensor) and tensor.is_cpu

@@ -61,10 +61,10 @@ def workspaces_of(spec: DeviceSpec, environment: Mapping[str, str] = os.environ)
         context_bytes = _estimate_context(spec)
         notes.append("The CUDA context is a rule of thumb, within 30 %: `lightning-vram calibrate` measures it.")
     cublas_bytes = spec.workspace_bytes
-    if cublas_bytes is None and spec.capability is None:
-        notes.append(f"Workspaces of {spec.name} are not known, and not counted.")
-    elif cublas_bytes is None:
+    if cublas_bytes is None and spec.capability is not None:
         cublas_bytes = _estimate_cublas(spec.capability, environment)
+    elif cublas_bytes is None:
+        notes.append(f"Workspaces of {spec.name} are not known, and not counted.")
     is_kept = spec.is_workspace_kept
     if is_kept is None:
         is_kept = environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1" or not _allocates_for_each_product()
