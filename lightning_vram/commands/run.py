@@ -7,6 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
+from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MethodType
@@ -32,6 +33,7 @@ from lightning_vram.callbacks.vram_monitor import VRAMMonitor
 from lightning_vram.commands.errors import PARSER_MODE, WHERE, CommandParser, is_complete_message, line_for
 from lightning_vram.commands.options import DOES_NOT_FIT, ESTIMATE, PLAN, PROGRAM, fail, is_debugging, options_of
 from lightning_vram.estimation.estimate import spec_of
+from lightning_vram.estimation.fake_trainer import as_list
 from lightning_vram.memory.device.accelerators import configure_allocator, empty_cache
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, find_device
@@ -53,7 +55,7 @@ from lightning_vram.techniques.sharded_checkpoints import read_values
 
 _Kind = TypeVar("_Kind")
 _OWN_PACKAGE = "lightning_vram"
-_PART_ARGUMENTS = ("callbacks", "plugins")  # of the Trainer
+_STRATEGY = "fsdp_offload"
 _SAVES_NO_MEMORY = (VRAMMonitor.__name__, SlurmRequeue.__name__)
 
 
@@ -106,7 +108,7 @@ class VRAMCLI(LightningCLI):
                 ),
                 "a lightning_vram.VRAMMonitor among trainer.callbacks, got none.": _find(self, VRAMMonitor),
                 "features of lightning_vram to leave out of trainer.callbacks, trainer.plugins or trainer.strategy, "
-                "got none.": self._own_names(),
+                "got none.": _leave_out(deepcopy(read_argument(self, "trainer"))),
             }
             for need, found in needs.items():
                 if not found:
@@ -119,35 +121,19 @@ class VRAMCLI(LightningCLI):
         """Compare with the baseline if asked to. ``LightningCLI`` calls this."""
         if not read_argument(self, "compare_with_baseline"):
             return
-        optimized, names = _read_result(self), self._own_names()
-        picture = _draw_step(self)
+        optimized, picture = _read_result(self), _draw_step(self)
         trainer: Namespace = read_argument(self, "trainer")
-        for argument in _PART_ARGUMENTS:
-            trainer[argument] = [
-                part for part in self._parts(argument) if _own_name(part) in ("", VRAMMonitor.__name__)
-            ]
+        names = _leave_out(trainer)
         if LeanMixedPrecision.__name__ in names:
             trainer.precision = self.trainer.precision  # Lightning's own, so that both compute alike
-        if "fsdp_offload" in names:
-            trainer.strategy = "ddp" if self.trainer.world_size > 1 else "auto"
+        if _STRATEGY in names and self.trainer.world_size > 1:
+            trainer.strategy = "ddp"
         baseline = self._fit_again()
         if self.trainer.is_global_zero:
             self._show("")
             self._show(comparison_table(baseline, optimized, " and ".join(names)))
             if picture is not None:
                 self._show(f"{picture}: picture of the step with lightning_vram.")
-
-    def _parts(self, argument: str) -> list[Any]:
-        parts = read_argument(self, "trainer")[argument] or []
-        return parts if isinstance(parts, list) else [parts]
-
-    def _own_names(self) -> list[str]:
-        """The memory-saving callbacks, plugins and strategy of this package in the configuration."""
-        parts = [part for argument in _PART_ARGUMENTS for part in self._parts(argument)]
-        names = [name for name in map(_own_name, parts) if name and name not in _SAVES_NO_MEMORY]
-        strategy = read_argument(self, "trainer").strategy
-        is_own = strategy.lower() in STRATEGY_NAMES if isinstance(strategy, str) else bool(_own_name(strategy))
-        return names + ["fsdp_offload"] * is_own
 
     def _fit_again(self) -> FitResult:
         device = self.trainer.strategy.root_device
@@ -166,6 +152,19 @@ class VRAMCLI(LightningCLI):
                     raise
                 return FitResult()
             return _read_result(self)
+
+
+def _leave_out(trainer: Namespace) -> list[str]:
+    """Remove what saves memory from the arguments of a Trainer, as far as it is of this package; return the names."""
+    names = []
+    for argument in ("callbacks", "plugins"):
+        parts = as_list(trainer[argument])
+        names += [name for name in map(_own_name, parts) if name and name not in _SAVES_NO_MEMORY]
+        trainer[argument] = [part for part in parts if _own_name(part) in ("", VRAMMonitor.__name__)]
+    strategy = trainer.strategy
+    if strategy.lower() in STRATEGY_NAMES if isinstance(strategy, str) else _own_name(strategy):
+        names, trainer.strategy = [*names, _STRATEGY], "auto"
+    return names
 
 
 def _own_name(part: Any) -> str:

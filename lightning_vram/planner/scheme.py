@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from importlib import import_module
-from itertools import starmap
 from textwrap import indent
 from typing import Any, Literal
 
@@ -60,14 +59,11 @@ class Part:
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.init_args.items())})"
 
     def __str__(self) -> str:
-        arguments = ", ".join(starmap(_short, self.init_args.items()))
-        return f"{self.name}({arguments})" if arguments else self.name
-
-
-def _short(name: str, value: Any) -> str:
-    if value is True:
-        return name
-    return f"{name}={'+'.join(map(str, value)) if isinstance(value, list | tuple) else value}"
+        texts = (
+            name if value is True else f"{name}={'+'.join(value) if isinstance(value, list | tuple) else value}"
+            for name, value in self.init_args.items()
+        )
+        return f"{self.name}({', '.join(texts)})" if self.init_args else self.name
 
 
 @dataclass(frozen=True)

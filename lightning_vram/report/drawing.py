@@ -11,6 +11,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from string import Template
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
@@ -153,10 +154,7 @@ class Picture:
 
 def fill(template: str, **parts: str) -> str:
     """Return a template of this folder, filled with HTML."""
-    # Split rather than replaced one after the other: what is put in is never read as the name of a part.
-    texts = _read(template).split("{{")
-    filled = [parts[name] + rest for name, _, rest in (text.partition("}}") for text in texts[1:])]
-    return "".join([texts[0], *filled])
+    return Template(_read(template)).substitute(parts)
 
 
 @cache

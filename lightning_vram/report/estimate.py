@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 from rich.columns import Columns
@@ -111,10 +111,11 @@ def _moments(timeline: MemoryTimeline, first_event: int = 0) -> list[Column]:
 
 
 def _spans(columns: tuple[Column, ...]) -> tuple[Span, ...]:
-    starts = [0, *(number for number in range(1, len(columns)) if columns[number].phase != columns[number - 1].phase)]
-    ends = [*starts[1:], len(columns)]
-    last = starts[-1] if len(starts) > 1 and columns[-1].phase is Phase.FORWARD else None
-    return tuple(Span(columns[start].phase, start, end, start == last) for start, end in zip(starts, ends, strict=True))
+    groups = [list(group) for _, group in groupby(range(len(columns)), key=lambda number: columns[number].phase)]
+    spans = [Span(columns[group[0]].phase, group[0], group[-1] + 1) for group in groups]
+    if len(spans) > 1 and spans[-1].phase is Phase.FORWARD:
+        spans[-1] = spans[-1]._replace(is_rest=True)
+    return tuple(spans)
 
 
 def verdict(estimate: MemoryEstimate) -> str:

@@ -175,19 +175,16 @@ def _with_measured_bus(spec: DeviceSpec | None) -> DeviceSpec | None:
 
 def tighter_scheme(scheme: Scheme, found: Found | None, *, may_checkpoint: bool) -> Scheme | None:
     """Return a scheme that needs less, and that a running fit can switch to; ``None`` if there is none."""
+    with_checkpoints = scheme + CHECKPOINTING if may_checkpoint else None
     if found is None:
-        return scheme + CHECKPOINTING if may_checkpoint else None
+        return with_checkpoints
     checkpointing = next((part for part in scheme.parts if part.name == CHECKPOINTING.name), None)
     if checkpointing is not None and "budget" in checkpointing.init_args:
         smaller = _lower_budget(checkpointing, scheme, found)
         return Scheme(tuple(smaller if part is checkpointing else part for part in scheme.parts))
-    now = find_measured(scheme, found.tried) or found.least
-    less = [
-        one for one in found.tried if can_switch(one.scheme, scheme) and one.needed_bytes < _TIGHTER * now.needed_bytes
-    ]
-    if less:
-        return min(less, key=lambda one: one.seconds).scheme
-    return scheme + CHECKPOINTING if may_checkpoint else None
+    most_bytes = _TIGHTER * (find_measured(scheme, found.tried) or found.least).needed_bytes
+    less = [one for one in found.tried if can_switch(one.scheme, scheme) and one.needed_bytes < most_bytes]
+    return min(less, key=lambda one: one.seconds).scheme if less else with_checkpoints
 
 
 def _lower_budget(checkpointing: Part, scheme: Scheme, found: Found) -> Part:
