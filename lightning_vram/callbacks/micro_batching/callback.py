@@ -416,11 +416,10 @@ class MicroBatching(FitTechnique):
     def starting_with(self, size: int) -> "MicroBatching":
         """Return a copy whose ``"auto"`` starts with ``size`` samples, as if it had found this size."""
         clone = copy.copy(self)
-        clone._choosers = {
-            name: MicroBatchSizes(None, size) if one.retries else one for name, one in self._choosers.items()
-        }
-        for name, one in self._choosers.items():
-            clone._choosers[name].retries = one.retries  # the state before the step is held, as in such a run
+        clone._choosers = dict(self._choosers)
+        for name in [name for name, one in self._choosers.items() if one.retries]:
+            clone._choosers[name] = MicroBatchSizes(None, size)
+            clone._choosers[name].retries = True  # the state before the step is held, as in such a run
         return clone
 
     @property

@@ -199,7 +199,6 @@ def test_lists_with_tensors_or_objects_of_each_sample_are_refused(batch):
 LOADERS = {
     "captions": ((list("abcd"), torch.arange(4)), 4, lambda part: part[0][0]),
     "captions alone": (list("abcd"), 4, lambda part: part[0]),
-    "unknown objects": ({"x": rows(4), "of": [object() for _ in range(4)]}, 4, lambda part: part["of"][0]),
     "lists of words": ({"x": rows(4), "words": [["a", "b"], ["c"], list("abcd"), []]}, 4, lambda p: p["words"][0]),
     "columns of words": ((rows(4), [("a",) * 4, ("b",) * 4]), 4, lambda part: part[1][1][0]),
     "several crops": (([rows(6, 3, 8, 8), rows(6, 3, 4, 4)], torch.arange(6)), 6, lambda part: part[0][1][0]),
