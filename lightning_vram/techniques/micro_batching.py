@@ -269,8 +269,8 @@ class AgreedSizes:
         proposed = self._chooser.propose(facts.shape, facts.num_samples, facts.num_elements)
         size, smallest, largest = _WHOLE if proposed is None else proposed, facts.num_samples, facts.num_samples
         if self._agreement is not None and (self.retries or self.has_equal_counts):
-            size, smallest, largest = self._agreement.smallest(size, smallest, -largest)
-            largest = -largest
+            negative, negative_smallest, largest = self._agreement.largest(-size, -smallest, largest)
+            size, smallest = -negative, -negative_smallest
         self._smallest_batch, self._largest_batch = smallest, largest
         return self._checked(min(size, largest))
 
