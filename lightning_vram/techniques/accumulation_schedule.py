@@ -1,6 +1,6 @@
 """How many micro-batches make one optimizer step, over the course of a training.
 
-A schedule is known in advance: the optimizer steps of a whole training are counted without a walk over its batches.
+A schedule is known in advance, and so are the optimizer steps of a whole training.
 """
 
 import math
@@ -27,42 +27,19 @@ class AccumulationSchedule:
 
     def factor(self, epoch: int, step: int) -> int:
         """Micro-batches of a window that begins in ``epoch``, after ``step`` optimizer steps."""
-        return self._stretch(epoch if self.unit == "epoch" else step)[0]
+        index = bisect_right(self.starts, epoch if self.unit == "epoch" else step)
+        return self.factors[index - 1] if index else 1
 
     def count_steps(self, num_batches: int, num_epochs: int) -> int:
         """Optimizer steps of a whole training; the last window of an epoch may be incomplete."""
-        if num_batches == 0:
-            return 0
-        epoch = step = 0
-        while epoch < num_epochs:
-            factor, end = self._stretch(epoch if self.unit == "epoch" else step)
-            steps_per_epoch = math.ceil(num_batches / factor)
-            num_alike = num_epochs - epoch
-            if end is not None:
-                num_alike = min(num_alike, end - epoch if self.unit == "epoch" else (end - step) // steps_per_epoch)
-            step += num_alike * steps_per_epoch
-            epoch += num_alike
-            if num_alike == 0:  # the factor changes inside of this epoch
-                step += self._count_steps_of_epoch(num_batches, step)
-                epoch += 1
+        step = 0
+        for epoch in range(num_epochs):
+            num_left = num_batches
+            while num_left > 0 and self.unit == "step" and step < self.starts[-1]:  # the factor may change with a step
+                num_left -= self.factor(epoch, step)
+                step += 1
+            step += math.ceil(max(num_left, 0) / self.factor(epoch, step))
         return step
-
-    def _count_steps_of_epoch(self, num_batches: int, first_step: int) -> int:
-        step = first_step
-        while num_batches > 0:
-            factor, end = self._stretch(step)
-            num_alike = math.ceil(num_batches / factor)
-            if end is not None:
-                num_alike = min(num_alike, end - step)
-            step += num_alike
-            num_batches -= num_alike * factor
-        return step - first_step
-
-    def _stretch(self, moment: int) -> tuple[int, int | None]:
-        """The factor at a moment, and when the next one takes over."""
-        index = bisect_right(self.starts, moment)
-        factor = self.factors[index - 1] if index else 1
-        return factor, self.starts[index] if index < len(self.starts) else None
 
 
 def read_schedule(name: str, unit: Literal["epoch", "step"], factors: Mapping[int, int]) -> AccumulationSchedule:

@@ -228,7 +228,6 @@ class AccumulationScheduler(FitTechnique):
         elif by_step is not None:
             self._schedule = read_schedule("AccumulationScheduler(by_step)", "step", by_step)
         self._window = AccumulationWindow()
-        self._resumed: dict[str, Any] | None = None
         self._run: AccumulationRun | None = None
 
     @override
@@ -239,19 +238,17 @@ class AccumulationScheduler(FitTechnique):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._run is None:
-            return  # a test of a checkpoint, say
-        self._resumed = dict(state_dict)
-        self._window.load_state_dict(state_dict)
+        if self._run is not None:  # else it is a test of a checkpoint, say
+            self._window.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, object]:
         # A copy is not part of any run.
-        return {**vars(self), "_run": None, "_window": AccumulationWindow(), "_resumed": None}
+        return {**vars(self), "_run": None, "_window": AccumulationWindow()}
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
         check_run(trainer, self)
-        self._window, self._resumed = AccumulationWindow(), None
+        self._window = AccumulationWindow()
         plan = partial(plan_factor, target_batch_size=self.target_batch_size or 1, rounding=self.round)
         self._run = AccumulationRun(trainer, self._window, self._schedule, plan)
 
@@ -267,8 +264,6 @@ class AccumulationScheduler(FitTechnique):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._run is not None
-        # Tuners may have trained before.
-        self._window.load_state_dict(self._resumed or AccumulationWindow().state_dict())
         self._run.set_factor()
         self._run.logged_factor = None  # tuners take the loggers away
         largest = self._run.read_schedule().largest

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from lightning_vram.callbacks.slurm_requeue.job import (
 )
 from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.core.processes import StopSignals, StopVote, leave_group_at_exit, note_signal, shielded_daemons
-from lightning_vram.core.ranks import RankAgreement
+from lightning_vram.core.ranks import RankAgreement, naming_lost_peers
 from lightning_vram.private_names.lightning import (
     SIGTERM_HANDLER,
     checkpoint_connector,
@@ -123,6 +123,7 @@ class SlurmRequeue(Callback):
         self._folder: RequeueFolder | None = None
         self._job: SlurmJob | None = None
         self._vote: StopVote | None = None
+        self._peers: AbstractContextManager[None] = nullcontext()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -140,6 +141,9 @@ class SlurmRequeue(Callback):
             self._signals.unblock()
             let_through()
             return
+        self._peers = naming_lost_peers(
+            trainer.global_rank, trainer.world_size, lambda: f"step {trainer.global_step}, after a batch"
+        )
         self._replace_handlers(trainer)
         self._vote = StopVote(agreement, self._signals)
         leave_group_at_exit()
@@ -202,7 +206,8 @@ class SlurmRequeue(Callback):
     def _advance(self, trainer: pl.Trainer, advance: Callable[[Any], None], fetcher: Any) -> None:
         """Run the next batch of a fit, or stop before it."""
         assert self._vote is not None
-        is_stopping = self._vote.exchange()
+        with self._peers:
+            is_stopping = self._vote.exchange()
         loop = trainer.fit_loop.epoch_loop
         # A checkpoint made now has to be one that can be resumed. Lightning's counters do not say what follows a batch.
         if is_stopping and not loop.restarting and not is_accumulating(loop):
@@ -242,7 +247,8 @@ class SlurmRequeue(Callback):
         if self._vote is not None and not trainer.sanity_checking:
             stage = "test" if trainer.testing else "predict" if trainer.predicting else "val"
             num_batches = getattr(trainer, f"num_{stage}_batches")  # of each loader
-            self._vote.limit(sum(num_batches) if is_sequential(trainer) else min(num_batches, default=0))
+            with self._peers:
+                self._vote.limit(sum(num_batches) if is_sequential(trainer) else min(num_batches, default=0))
 
     on_test_start = on_validation_start
     on_predict_start = on_validation_start
@@ -251,7 +257,8 @@ class SlurmRequeue(Callback):
     def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self._vote is None or trainer.sanity_checking:
             return
-        is_stopping = self._vote.exchange_limited()
+        with self._peers:
+            is_stopping = self._vote.exchange_limited()
         if is_stopping and (trainer.state.fn != "fit" or not is_accumulating(trainer.fit_loop.epoch_loop)):
             self._stop(trainer)
 
@@ -260,7 +267,10 @@ class SlurmRequeue(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._resume is None else self._resume.state_dict()
+        if self._resume is None:
+            return {}
+        with self._peers:
+            return self._resume.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -290,7 +300,7 @@ class SlurmRequeue(Callback):
         self._undo.close()
         # Nothing is to be saved until the next run.
         self._signals.remove(harmless=self._signals.signals if has_failed else self._signals.signals[1:])
-        self._resume, self._folder, self._job, self._vote = None, None, None, None
+        self._resume, self._folder, self._job, self._vote, self._peers = None, None, None, None, nullcontext()
 
 
 def _end_program() -> None:
