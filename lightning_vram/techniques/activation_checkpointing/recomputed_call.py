@@ -247,17 +247,14 @@ class OperatorTrace(OperatorSubscriber):
         # An integer that is moved in place goes on in the second run, as norms count their batches.
         is_mutable = isinstance(func, OpOverload) and schema_of(func).is_mutable
         is_counter = is_mutable and first is not None and not first.is_floating_point()
-        is_compared = not (is_counter or self._is_unset_or_moving(func, args))
+        is_moving = bool(args) and isinstance(args[0], Tensor) and storage_address(args[0]) in self._buffers
+        is_compared = not (is_counter or is_moving or any(part in str(func) for part in _UNSET))
         with without_dispatch():  # other modes are not to see our own operators
             record = (func, _describe(output), take_sample(first) if is_compared else None)
             self._records.append(record)
             if self._expected is not None:
                 self._compare(record, len(self._records) - 1)
         return output
-
-    def _is_unset_or_moving(self, func: Any, args: tuple[Any, ...]) -> bool:
-        is_moving = bool(args) and isinstance(args[0], Tensor) and storage_address(args[0]) in self._buffers
-        return is_moving or any(part in str(func) for part in _UNSET)
 
     def _compare(self, record: _Record, number: int) -> None:
         assert self._expected is not None

@@ -456,13 +456,10 @@ def diverge(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     ours = one if isinstance(one, LazyLogits) else other
     _require(not named.keys() & _OLD and reduction != "none" and one.shape == other.shape and _is_last(ours))
     nodes = _row_node(one), _row_node(other)
-    total = ours.reduce_to_sum(_diverge, *nodes, log_target=named.get("log_target", False))
+    divergence = partial(F.kl_div, reduction="none", log_target=named.get("log_target", False))
+    total = ours.reduce_to_sum(lambda rows, target: divergence(rows, target).sum(-1), *nodes)
     size = {"batchmean": one.shape[0], "mean": one.numel()}.get(reduction, 1)
     return total / size if size != 1 else total
-
-
-def _diverge(logits: Tensor, target: Tensor, *, log_target: bool) -> Tensor:
-    return F.kl_div(logits, target, reduction="none", log_target=log_target).sum(-1)
 
 
 _TURNS = ("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "mT")

@@ -97,33 +97,10 @@ def detach(root: Call) -> Call:
     return _map_leaves(root, lambda leaf: leaf.values.detach())
 
 
-class _GradientSum:
-    """The gradient of one leaf; that of all tokens is added up in float32 where the leaf is in 16 bit."""
-
-    def __init__(self, leaf: Leaf, like: Tensor) -> None:
-        is_low = like.dtype in (torch.float16, torch.bfloat16) and not leaf.has_rows
-        self._like, self._dtype = like, torch.float32 if is_low else like.dtype
-        self._sum: Tensor | None = None
-
-    def add(self, part: Tensor, rows: Any = ...) -> None:
-        if self._sum is None:
-            self._sum = torch.zeros_like(self._like, dtype=self._dtype)
-        self._sum[rows].add_(part)
-
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        if self._sum is None:
-            self._sum = (left @ right).to(self._dtype)
-        elif self._sum.dtype == left.dtype:
-            self._sum.addmm_(left, right)
-        else:
-            self._sum += left @ right
-
-    def result(self) -> Tensor:
-        return torch.zeros_like(self._like) if self._sum is None else self._sum.to(self._like.dtype)
-
-
-Flatten = Callable[[Tensor, int], Tensor]
-"""Gets a gradient and the number of rows; returns the gradients of the rows: [N, ...]."""
+def _zeros_for(leaf: Leaf, like: Tensor) -> Tensor:
+    """Return the gradient of a leaf to begin with; that of all tokens is in float32 where the leaf is in 16 bit."""
+    is_low = like.dtype in (torch.float16, torch.bfloat16) and not leaf.has_rows
+    return torch.zeros_like(like, dtype=torch.float32 if is_low else like.dtype)
 
 
 class RowProgram:
@@ -132,10 +109,10 @@ class RowProgram:
     It holds no tensor of the graph: autograd keeps them, and frees them after its backward.
     """
 
-    def __init__(self, root: Call, chunk_rows: int | None = None, flatten: Flatten | None = None) -> None:
+    def __init__(self, root: Call, chunk_rows: int | None = None, class_dim: int | None = None) -> None:
         self._root = _map_leaves(root, lambda leaf: leaf.values.new_empty(0))
         self._chunk_rows = chunk_rows  # None: all rows at once
-        self._flatten_gradient = flatten
+        self._class_dim = class_dim  # of gradients; None: they have a row for each token, [N, ...]
         self._nodes = list(walk(self._root))
         self._leaves = [node for node in self._nodes if isinstance(node, Leaf)]
         self._heads = heads_of(self._root)
@@ -164,10 +141,10 @@ class RowProgram:
         """
         total: Any = 0
         tensors, pairs = self._flatten(inputs), list(zip(self._leaves, inputs, wanted, strict=True))
-        if gradients is not None and self._flatten_gradient is not None:
-            num_rows = len(tensors[id(self._heads[0].args[0])])
-            gradients = [None if one is None else self._flatten_gradient(one, num_rows) for one in gradients]
-        sums = {id(leaf): _GradientSum(leaf, tensors[id(leaf)]) for leaf, _, is_wanted in pairs if is_wanted}
+        if gradients is not None and self._class_dim is not None:
+            dim = self._class_dim
+            gradients = [None if one is None else one.movedim(dim, -1).flatten(0, -2) for one in gradients]
+        sums = {id(leaf): _zeros_for(leaf, tensors[id(leaf)]) for leaf, _, is_wanted in pairs if is_wanted}
         with unseen_saves():
             for rows, values in self._chunks(tensors, sums):
                 with torch.enable_grad():
@@ -179,7 +156,7 @@ class RowProgram:
                     of_chunk = [None if one is None else one[rows] for one in gradients]
                     self._take(sums, values, rows, zip(results, of_chunk, strict=True))
                 del results
-        found = [sums[id(leaf)].result().view(one.shape) if is_wanted else None for leaf, one, is_wanted in pairs]
+        found = [sums[id(leaf)].to(one.dtype).view(one.shape) if is_wanted else None for leaf, one, is_wanted in pairs]
         return total, found
 
     def _flatten(self, inputs: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -188,7 +165,7 @@ class RowProgram:
         return {id(leaf): (one.reshape(-1, one.shape[-1]) if leaf.has_rows else one).detach() for leaf, one in pairs}
 
     def _chunks(
-        self, tensors: Mapping[int, Tensor], sums: Mapping[int, _GradientSum] | None = None
+        self, tensors: Mapping[int, Tensor], sums: Mapping[int, Tensor] | None = None
     ) -> Iterator[tuple[slice, dict[int, Tensor]]]:
         """Yield some rows after others, at least once, with the values of leaves and heads.
 
@@ -226,7 +203,7 @@ class RowProgram:
         return [result] if isinstance(result, Tensor) else list(result)
 
     def _take(
-        self, sums: Mapping[int, _GradientSum], values: Mapping[int, Tensor], rows: slice, pairs: Iterable[Any]
+        self, sums: Mapping[int, Tensor], values: Mapping[int, Tensor], rows: slice, pairs: Iterable[Any]
     ) -> None:
         """Add the gradients that results with these gradients mean for a chunk."""
         ends = [(result, one) for result, one in pairs if one is not None and result.requires_grad]
@@ -241,15 +218,23 @@ class RowProgram:
             if gradient is None:
                 continue
             if isinstance(node, Leaf):
-                sums[id(node)].add(gradient, rows if node.has_rows else ...)
-                continue
-            hidden, weight, bias = (id(part) for part in (*node.args, None)[:3])
-            if hidden in sums:
-                sums[hidden].add(gradient @ values[weight], rows)
-            if weight in sums:
-                sums[weight].add_product(gradient.t(), values[hidden])
-            if bias in sums:
-                sums[bias].add(gradient.sum(0, dtype=torch.promote_types(gradient.dtype, torch.float32)))
+                sums[id(node)][rows if node.has_rows else ...].add_(gradient)
+            else:
+                _take_head(sums, values, rows, node, gradient)
+
+
+def _take_head(
+    sums: Mapping[int, Tensor], values: Mapping[int, Tensor], rows: slice, head: Call, gradient: Tensor
+) -> None:
+    hidden, weight, bias = (id(part) for part in (*head.args, None)[:3])
+    if hidden in sums:
+        sums[hidden][rows].add_(gradient @ values[weight])
+    if weight in sums and sums[weight].dtype == gradient.dtype:
+        sums[weight].addmm_(gradient.t(), values[hidden])
+    elif weight in sums:
+        sums[weight].add_(gradient.t() @ values[hidden])
+    if bias in sums:
+        sums[bias].add_(gradient.sum(0, dtype=torch.promote_types(gradient.dtype, torch.float32)))
 
 
 class _Rows(Function):
@@ -310,5 +295,5 @@ def compute_sum(root: Call, chunk_rows: int) -> Any:
 
 def compute_later(root: Call, class_dim: int, make: Callable[[], Tensor]) -> Any:
     """Return a tensor without values in place of the rows of a graph, which autograd connects with its inputs."""
-    program = RowProgram(root, None, lambda gradient, num_rows: gradient.movedim(class_dim, -1).flatten(0, -2))
+    program = RowProgram(root, None, class_dim)
     return _Rows.apply(program, lambda wanted: ([make()], None), *inputs_of(root))[0]  # type: ignore[no-untyped-call]

@@ -46,7 +46,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.num_reads = self.num_writes = self._num_before = 0
-        self.is_given = self.is_seen_by_hook = self.is_read_by_others_backward = False
+        self.is_given = self.is_seen = False  # by a user's hook, or by the backward of another
         self.is_open = False  # a module was given it and runs: it may do what it likes
         self.hooks = _current_hooks()
         self.expected: weakref.ref[Tensor] | None = None  # what a module returned, or was given
@@ -61,20 +61,14 @@ class Memory:
         is_it = self.expected is not None and self.expected() is tensor
         return is_it and self.num_reads + self.num_writes == self._num_before
 
-    def give(self, tensor: Tensor) -> None:
-        """Note that ``tensor`` is given to the one module that may have it."""
-        self.expect(tensor)
-        self.is_given = self.is_open = True
-
     def is_held(self) -> bool:
         """Whether the tensor that was given to the module still lives: another than the module holds it."""
         return self.expected is not None and self.expected() is not None
 
     def is_given_up(self) -> bool:
         """Whether nobody but the module it was given to has seen it, or ever can."""
-        is_touched = self.is_open or self.is_read_by_others_backward
-        is_touched |= self.num_reads + self.num_writes != self._num_before
-        return self.is_given and not (is_touched or self.is_seen_by_hook or self.is_held())
+        is_touched = self.is_open or self.is_seen or self.num_reads + self.num_writes != self._num_before
+        return self.is_given and not (is_touched or self.is_held())
 
 
 class StorageWatch(OperatorSubscriber):
@@ -90,7 +84,8 @@ class StorageWatch(OperatorSubscriber):
 
         Autograd keeps what a module saves alive, Python object included: ``tensor`` lives on only if others have it.
         """
-        memory.give(tensor)
+        memory.expect(tensor)
+        memory.is_given = memory.is_open = True
         with self.paused():
             alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
         return alias
@@ -126,7 +121,7 @@ class StorageWatch(OperatorSubscriber):
             self._has_collected = True
             self.collect_cycles()
         for memory in memories.values():  # the module's own backward reads an alias; others saved the tensor itself
-            memory.is_read_by_others_backward |= memory.is_given and memory.is_held()
+            memory.is_seen |= memory.is_given and memory.is_held()
 
 
 class _Alias(torch.autograd.Function):
@@ -300,7 +295,7 @@ def _watch_hooks(module: nn.Module, watch: StorageWatch, stack: ExitStack) -> No
         if not torch.compiler.is_compiling():
             for tensor in tensors_in(value):
                 if (memory := watch.find(tensor)) is not None:
-                    memory.is_seen_by_hook = True
+                    memory.is_seen = True
 
     for member in module.modules():
         sees_output = has_hooks(member, SEE_OUTPUT)  # before ours is there

@@ -200,10 +200,6 @@ class RecipeRecorder(OperatorSubscriber):
         if not is_counted and (known := self._values.pop(id(target), None)) is not None:
             known.version = NO_VERSION
 
-    def is_watched(self, tensor: Tensor) -> bool:
-        """Whether something on the memory of ``tensor`` was saved, or its value is known."""
-        return storage_address(tensor) in self._saved or self.find(tensor) is not None
-
     def _copy_parameter(self, parameter: Tensor) -> Tensor:
         """Copy a parameter that will not be there when recomputation asks: FSDP frees it after its layer's forward."""
         known = self._copies.get(id(parameter))
@@ -298,8 +294,7 @@ def _batch_norm(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs:
     running, others = None, args[3:]
     if statistics and in_training:  # the kernel moves the running statistics and does not tell
         for statistic in statistics:
-            if notes.is_watched(statistic):
-                notes.before_write(statistic, is_counted=False)
+            notes.before_write(statistic, is_counted=False)
         running, others = (args[3].shape, args[3].dtype, args[3].device), (None, None, *args[5:])
     elif statistics:  # copies: whoever moves them later does not tell
         with notes.paused():
