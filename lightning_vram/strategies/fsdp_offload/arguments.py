@@ -93,12 +93,7 @@ def check_run(trainer: pl.Trainer, device: torch.device, device_bytes: Any, name
 
 
 def check_module(module: pl.LightningModule, name: str) -> None:
-    """Refuse a module without parameters, and layers with sparse gradients."""
-    if next(module.parameters(), None) is None:
-        raise ValueError(
-            f"{name}: {type(module).__name__} has no parameters to shard. Create its layers in __init__ or "
-            "configure_model, or use a single device."
-        )
+    """Refuse layers with sparse gradients."""
     for path, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise ValueError(

@@ -89,11 +89,6 @@ class FlatShard:
         return self._low_precision is not None or self.resident is not None or self.is_split
 
     @property
-    def host_bytes(self) -> int:
-        """Memory of the shards and of their copy for transfers."""
-        return sum(tensor.nbytes for tensor in (self.shards, self._low_precision, self.split) if tensor is not None)
-
-    @property
     def keeps_gradients(self) -> bool:
         """Whether gradients stay on the host in the transfer dtype."""
         return self.is_split and not self._has_sums

