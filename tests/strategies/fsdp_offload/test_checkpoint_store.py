@@ -22,7 +22,6 @@ from lightning_vram.strategies.fsdp_offload import checkpoints
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 from lightning_vram.techniques.sharded_checkpoints import CheckpointStore
 from lightning_vram.techniques.sharded_checkpoints import folder as sharded_folder
-from lightning_vram.techniques.sharded_checkpoints import store as stores
 from lightning_vram.techniques.sharded_checkpoints.states import (
     gather_module_state,
     gather_optimizer_state,
@@ -146,8 +145,8 @@ def save_beside_the_training(folder: Path, sharded: bool) -> None:
     train(net, optimizer, 3)
     first, second = folder / "first.ckpt", folder / "second.ckpt"
     gate, patch = threading.Event(), pytest.MonkeyPatch()
-    prepare = stores.prepare_path  # before anything is written
-    patch.setattr(stores, "prepare_path", lambda *paths: (gate.wait(30), prepare(*paths)))
+    prepare = sharded_folder.prepare_path  # before anything is written
+    patch.setattr(sharded_folder, "prepare_path", lambda *paths: (gate.wait(30), prepare(*paths)))
     checkpoint = dump(net, optimizer, sharded)
     checkpoint["callbacks"] = {"scores": [1.0]}
     store.save(checkpoint, first)
@@ -196,7 +195,7 @@ def test_a_save_beside_the_training_sees_none_of_it(tmp_path: Path, sharded: boo
 def save_beside_a_rank_that_hangs(folder: Path, sharded: bool) -> None:
     net, gate, patch = make_net(), threading.Event(), pytest.MonkeyPatch()
     store = make_store(sharded, asynchronous=True, timeout=timedelta(seconds=1))
-    patch.setattr(stores, "prepare_path", lambda *paths: gate.wait(30))  # on rank 0 alone
+    patch.setattr(sharded_folder, "prepare_path", lambda *paths: gate.wait(30))  # on rank 0 alone
     store.save(dump(net, make_adamw(net), sharded), folder / "last.ckpt")
     if dist.get_rank() == 1:
         with pytest.raises(RuntimeError, match="Timed out waiting 1000ms"):
