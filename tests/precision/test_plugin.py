@@ -554,7 +554,7 @@ def test_pruning_of_lean_parameters_is_refused_and_leaves_the_module_as_it_was(m
     with pytest.raises(
         MisconfigurationException,
         match=r"^LeanMixedPrecision\(parameters='bf16\+split'\) does not work with ModelPruning, which puts other "
-        r"parameters, in float32, and masks into the module\. Use parameters='fp32'\.$",
+        r"parameters, in float32, and masks into the module: use 'fp32'\. Leave one out\.$",
     ):
         fit(model, make_trainer(plugins=[plugin], callbacks=[ModelPruning("l1_unstructured")]))
     assert describe_module(model) == before

@@ -1,9 +1,4 @@
-"""Quantization-aware training (QAT): train with quantized weights and inputs, so that deployment loses less accuracy.
-
-For deployment with 8-bit or 4-bit weights. It costs memory and time in training: autograd saves quantized copies and
-masks of weights and inputs. It does not help if the model is not deployed quantized, or if quantization after the fit
-is accurate enough.
-"""
+"""Quantization-aware training (QAT): train with quantized weights and inputs, for deployment in 8 or 4 bits."""
 
 from collections.abc import Mapping, Sequence
 from os import PathLike

@@ -1,9 +1,4 @@
-"""QLoRA: weights of frozen layers in 8 or 4 bits, a quarter or a seventh of their float32 memory.
-
-When adapters are fine-tuned, most weights are frozen and are most of the memory. A layer dequantizes its weight for the
-forward and again for the backward; nothing is saved in between. It costs dequantizing twice, and a quantization error
-that the adapters train with. It does not help for trainable weights.
-"""
+"""QLoRA: weights of frozen layers in 8 or 4 bits, a quarter or a seventh of their float32 memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

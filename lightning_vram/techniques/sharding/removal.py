@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.tensors.properties import WHOLE_LAYOUT, sharded_modules, stored_as
-from lightning_vram.private_names.fsdp2 import MARKS, can_reset, discard_step, groups_of, is_root, place_of, put_back
+from lightning_vram.private_names.fsdp2 import MARKS, discard_step, groups_of, is_root, place_of, put_back
 from lightning_vram.private_names.torch import ConvBase, local_shard_of, own_buffers, own_parameters
 from lightning_vram.techniques.sharding.group import ShardedGroup
 
@@ -136,11 +136,8 @@ def _hand_over(original: nn.Parameter, shard: nn.Parameter) -> None:
             setattr(shard, hooks, getattr(original, hooks))
 
 
-can_recover = can_reset  # whether PyTorch is 2.13 or newer
-
-
 def discard_failed_iteration(module: nn.Module) -> None:
-    """Reset all FSDP2 models in ``module`` after a failed forward or backward; needs :func:`can_recover`.
+    """Reset all FSDP2 models in ``module`` after a failed forward or backward; needs :func:`can_reset`.
 
     Call it outside the ``except`` block, when nothing holds the graph, on every rank: all must have failed or given up
     at the same collective. Afterwards parameters are sharded. Gradients accumulated unreduced
