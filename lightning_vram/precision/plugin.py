@@ -138,16 +138,14 @@ class LeanMixedPrecision(MixedPrecision):
         self.settings = Settings(patterns, low_precision_norms, recast_in_backward, parameters, check_updates)
         choice: Any = None if precision == "auto" else _PRECISIONS.get(precision, precision)
         _check_combination(choice, self.settings, scaler)
-        self._holds_lr = hold_lr_on_overflow
+        self._holds_lr, self._on_limit = hold_lr_on_overflow, on_overflow_limit
         self._choice: Precision16 | None = choice
-        self._on_limit = on_overflow_limit
         self._max_consecutive = max_consecutive_overflows
         self._num_overflows = self._num_consecutive = 0  # skipped steps, and the last ones in a row
-        self._given_scaler = scaler
         # Lightning's names; "auto" is resolved when the device is known.
         self.precision = choice or "bf16-mixed"
         self.device = current_kind()
-        self.scaler = scaler
+        self.scaler = self._given_scaler = scaler
         self._run: PrecisionRun | None = None
         self._has_fallen_back = False
         self._ended: dict[str, Any] = {}  # the state of the last fit, once it has ended

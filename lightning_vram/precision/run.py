@@ -152,10 +152,7 @@ _CURRENT = "current_model_state"
 
 
 class PrecisionRun:
-    """One run, with all that it changes, and the undo. If one of the changes cannot be made, nothing is changed.
-
-    ``is_training``: otherwise only what changes results is done.
-    """
+    """One run, with all that it changes, and the undo; if not ``is_training``, only what changes results."""
 
     def __init__(
         self, module: pl.LightningModule, trainer: pl.Trainer, settings: Settings, *, is_training: bool

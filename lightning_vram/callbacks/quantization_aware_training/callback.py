@@ -75,10 +75,7 @@ class QuantizationAwareTraining(FitTechnique):
         check_number("QuantizationAwareTraining(start_epoch)", start_epoch, int, "an int", at_least=0)
         check_layers("QuantizationAwareTraining(layers)", layers)
         check_kind("QuantizationAwareTraining(save)", save, str | None, "a path or None")
-        self.scheme = scheme
-        self.start_epoch = start_epoch
-        self.layers = layers
-        self.save = save
+        self.scheme, self.start_epoch, self.layers, self.save = scheme, start_epoch, layers, save
         self.ranges: dict[str, Tensor] = {}  # of inputs, by the name of the layer; those of the last fit
         self._quantization: FakeQuantization | None = None
 

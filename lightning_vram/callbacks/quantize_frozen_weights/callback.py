@@ -148,12 +148,8 @@ class QuantizeFrozenWeights(FitTechnique):
                 f"QuantizeFrozenWeights(library='bitsandbytes') has blocks of {MIN_BLOCK_SIZE} or more, got "
                 f"block_size={block_size}: use block_size={MIN_BLOCK_SIZE}, or library='own'."
             )
-        self.bits = bits
-        self.layers = layers
-        self.block_size = block_size
-        self.save = save
-        self.keep = keep
-        self.library = library
+        self.bits, self.layers, self.block_size = bits, layers, block_size
+        self.save, self.keep, self.library = save, keep, library
         self._quantized: QuantizedLayers | None = None
         self._patches: list[MethodPatch] = []  # of loading and saving
 

@@ -173,10 +173,7 @@ class WeightCasts:
                     self._swaps.add(module, state, _run)
 
     def after_step(self, parameters: Iterable[Tensor]) -> None:
-        """Note that an optimizer has changed ``parameters``: fused kernels count no version.
-
-        A backward that needs one of these as it was raises ``RuntimeError``.
-        """
+        """Note that an optimizer has changed ``parameters``, for backwards that need them: fused kernels count none."""
         modules = self._swaps.modules
         ours = {id(parameter_at(module, place)) for module in modules for place in vars(module)[_KEY].places}
         increment_version([parameter for parameter in parameters if id(parameter) in ours])

@@ -272,10 +272,7 @@ def is_sharded_folder(path: Path) -> bool:
 
 
 class ShardedFolder:
-    """A folder of :func:`write_folder`, the same for all ranks. All calls are collectives, and raise errors of any.
-
-    ``verify``: compare entries with their checksums.
-    """
+    """A folder of :func:`write_folder`, the same for all ranks. All calls are collectives, and raise errors of any."""
 
     def __init__(self, folder: Path, *, weights_only: bool | None = None, verify: bool = True) -> None:
         self._folder = folder

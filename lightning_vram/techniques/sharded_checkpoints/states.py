@@ -177,10 +177,7 @@ def renamed(state_dict: Mapping[str, Any], names: Sequence[Sequence[Any]] | None
 
 
 def match_parameters(module: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved state with parameters numbered in the optimizer's order, by name if the state has names.
-
-    ``ValueError`` if the number of groups, or of parameters in one, or their names differ.
-    """
+    """Return a saved state with parameters numbered in the optimizer's order, by name if the state has names."""
     saved = _keys(state_dict)
     has_names = any(isinstance(key, str) for group in saved for key in group)
     own = names_in_optimizer(module, optimizer) if has_names else saved

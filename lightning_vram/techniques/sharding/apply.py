@@ -270,10 +270,7 @@ _MARGIN = 10  # 1/10 of device memory stays free: later batches may be larger
 
 
 class FirstStepMemory:
-    """Measures the first step on one rank, to fill the memory that it leaves free with copies.
-
-    Needs allocator statistics. The step is over when all ``optimizers`` have stepped.
-    """
+    """Measures the first step of all ``optimizers`` on one rank, to fill the memory that it leaves free with copies."""
 
     def __init__(self, sharding: FullSharding, optimizers: Iterable[Optimizer]) -> None:
         self._sharding = sharding
@@ -305,10 +302,7 @@ _OTHER_ORDER = (
 
 
 class UsedParameters:
-    """Which parameters have a gradient on any rank, for one module.
-
-    Gradients of ``replicated`` parameters, which are whole on each rank, are averaged here.
-    """
+    """Which parameters have a gradient on any rank; averages those of ``replicated`` ones, whole on each rank."""
 
     def __init__(self, groups: Iterable[ShardedGroup], replicated: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
         self._groups = list(groups)

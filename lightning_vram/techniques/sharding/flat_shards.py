@@ -270,10 +270,7 @@ class ShardSteps:
         self._pending: list[tuple[Ticket, list[Tensor], bool]] = []  # jobs in their order
 
     def begin(self, ticket: Ticket, watched: Iterable[Tensor], *, is_reader: bool = False) -> None:
-        """Block use of the shards and ``watched`` tensors until ``ticket``, of a job after those before.
-
-        A reader writes no shards.
-        """
+        """Block use of the shards and ``watched`` tensors until ``ticket``; a reader writes no shards."""
         if self._pending and self._pending[-1][0].is_done:
             self._end(len(self._pending))  # all: else the list would grow where no step follows
         watched = list(watched)

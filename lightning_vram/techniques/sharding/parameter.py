@@ -129,10 +129,7 @@ def disown(tensor: Tensor) -> None:
 
 
 class GatheredParameter(CountedParameter):
-    """Class of gathered parameters: counts writes, which the shard gets in the end.
-
-    Its memory is FSDP2's, so ``parameter.data = values`` copies.
-    """
+    """Class of gathered parameters, in FSDP2's memory: counts writes, which the shard gets in the end."""
 
     @property
     def data(self) -> Tensor:
@@ -194,10 +191,7 @@ _PLAIN: dict[type[Tensor], Any] = {OwnedTensor: DTensor, WatchedTensor: Tensor}
 
 
 def watch(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
-    """Call ``wait`` once, before one of ``tensors`` is used: gradients and moments; shards have owners for good.
-
-    Tensors of other subclasses are skipped.
-    """
+    """Call ``wait`` once, before one of ``tensors`` is used, but for those of other subclasses."""
     pending = _Pending(wait)
     for tensor in tensors:
         if type(tensor) in (Tensor, DTensor) or _is_pending(tensor):
@@ -232,10 +226,7 @@ def scale_low_precision(gradient: Tensor, factor: Tensor) -> None:
 
 @torch.no_grad()
 def fp32_part(gradient: Tensor, part: slice | None = None) -> Tensor:
-    """Return the local values of a gradient in its own dtype, upcast for this call if it is stored in 16 bit.
-
-    ``part``: some of them, flat; ``None``: all, in their shape.
-    """
+    """Return local values of a gradient, or a flat part, in its own dtype: upcast for this call if in 16 bit."""
     values = low_precision_of(gradient)
     if values is None:
         own: Tensor = local_shard(gradient)

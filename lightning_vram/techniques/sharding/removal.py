@@ -44,10 +44,7 @@ class WholeParameters:
 
     @torch.no_grad()
     def make_contiguous(self, modules: Iterable[nn.Module]) -> None:
-        """Make parameters of ``modules`` contiguous, as FSDP2 needs them.
-
-        Convolutions run in ``channels_last`` if weight or input is: a hook converts the input.
-        """
+        """Make parameters contiguous, as FSDP2 needs them; a hook converts inputs of ``channels_last`` convolutions."""
         for part, key, parameter in _iterate_owned(modules):
             if parameter not in self._as_was:  # sharded already
                 continue
