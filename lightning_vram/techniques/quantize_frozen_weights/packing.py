@@ -59,7 +59,10 @@ def decode_by_library(numbers: Tensor, scales: Tensor, codes: Tensor) -> None:
 
 @lru_cache
 def _operators() -> Any:
-    return torch.ops.bitsandbytes if find_spec("bitsandbytes") and import_module("bitsandbytes") else None
+    if find_spec("bitsandbytes") is not None:
+        import_module("bitsandbytes")
+        return torch.ops.bitsandbytes
+    return None
 
 
 @lru_cache

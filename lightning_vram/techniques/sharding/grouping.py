@@ -163,8 +163,8 @@ def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: 
         ShardingPlan(groups=(('0',), ('2',)), replicated=())
     """
     is_function = callable(wrap) and not isinstance(wrap, type)
-    is_list = isinstance(wrap, Sequence) and len(wrap) > 0 and not isinstance(wrap, str)
-    if not (wrap == "auto" or is_function or (is_list and all(isinstance(kind, str | type) for kind in wrap))):
+    kinds = wrap if isinstance(wrap, Sequence) and not isinstance(wrap, str) else ()
+    if not (wrap == "auto" or is_function or (kinds and all(isinstance(kind, str | type) for kind in kinds))):
         raise TypeError(f"wrap must be 'auto', a list of classes or their names, or a function, got {wrap!r}.")
     check_positive_int("min_params", min_params)
     names = {part: name for name, part in module.named_modules()}
