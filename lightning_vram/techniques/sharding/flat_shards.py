@@ -122,8 +122,7 @@ class FlatShard:
 
     def keep_copy(self) -> None:
         """Keep a copy on the device from now on. No step may be pending, nor device work."""
-        if self.resident is None:
-            self.resident, self._seen = self._make_copy(), -1
+        self.resident, self._seen = self._make_copy(), -1
 
     def _make_copy(self) -> Tensor:
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)
