@@ -314,12 +314,9 @@ class ShardSteps:
         flat.touch()
 
 
-# PCIe transfers of a group in a step of one micro-batch, by the place of its shards:
-# * "host": weights twice, for forward and backward, and gradients once;
-# * "copy", on the host with a copy on the device: the copy and gradients once, nothing of frozen weights;
-# * "device", with gradients and optimizer state: nothing.
-# With AdamW in fp32 these are 12 bytes, 8 bytes for 4 on the device, and 0 for 16: copies come first. In all dtypes a
-# copy saves at least 1 byte for each of its own, and what comes to it at most 2/3.
+# Transfers of a group in a step. "host": weights twice, gradients once. "copy", on the host with a copy on the device:
+# the copy and gradients once. "device", with gradients and optimizer state: none. With AdamW in fp32 these are 12 bytes,
+# 8 for 4 on the device, and 0 for 16: copies come first.
 Place = Literal["host", "copy", "device"]
 
 
