@@ -315,7 +315,7 @@ class ShardSteps:
 
 
 # Transfers of a group in a step. "host": weights twice, gradients once. "copy", on the host with a copy on the device:
-# the copy and gradients once. "device", with gradients and optimizer state: none. With AdamW in fp32 these are 12 bytes,
+# the copy and gradients once. "device", with gradients and optimizer state: none. With AdamW in fp32 that is 12 bytes,
 # 8 for 4 on the device, and 0 for 16: copies come first.
 Place = Literal["host", "copy", "device"]
 
