@@ -111,7 +111,7 @@ class WholeParameters:
         """Return values on a parameter's original device, and in its memory layout."""
         _, device, shape, stride = self._as_was[original]
         values = values.to(device)
-        return stored_as(values, stride) if values.shape == shape else values
+        return stored_as(values, stride) if values.shape == shape and 0 not in stride else values  # 0: expanded
 
 
 def _iterate_owned(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
