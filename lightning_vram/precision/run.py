@@ -135,15 +135,13 @@ def refuse_optimizers(module: nn.Module, optimizers: Sequence[Optimizer]) -> Non
     """Refuse optimizers that do not work with a loss scale."""
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise MisconfigurationException(
-            "LeanMixedPrecision(precision='fp16') does not work with LBFGS, which evaluates the loss several times "
-            "per step, and cannot skip one that overflows. Use precision='bf16', or another optimizer."
+            "LeanMixedPrecision(precision='fp16') cannot skip a step of LBFGS that overflows: use precision='bf16'."
         )
     counts = Counter(parameter for one in optimizers for parameter in set(iterate_parameters(one)))
     for name, parameter in module.named_parameters():
         if counts[parameter] > 1:
             raise MisconfigurationException(
-                f"LeanMixedPrecision(precision='fp16') does not work with optimizers that share {name!r}: each would "
-                "unscale its gradient. Use precision='bf16', or one optimizer with parameter groups."
+                f"LeanMixedPrecision(precision='fp16') needs one optimizer for {name!r}, or precision='bf16'."
             )
 
 

@@ -145,8 +145,7 @@ class QuantizeFrozenWeights(FitTechnique):
         check_choice("QuantizeFrozenWeights(library)", library, get_args(Library))
         if library == "bitsandbytes" and block_size < MIN_BLOCK_SIZE:
             raise ValueError(
-                f"QuantizeFrozenWeights(library='bitsandbytes') has blocks of {MIN_BLOCK_SIZE} or more, got "
-                f"block_size={block_size}: use block_size={MIN_BLOCK_SIZE}, or library='own'."
+                f"{_NAME}(library='bitsandbytes') needs block_size={MIN_BLOCK_SIZE} or more, got {block_size}."
             )
         self.bits, self.layers, self.block_size = bits, layers, block_size
         self.save, self.keep, self.library = save, keep, library
