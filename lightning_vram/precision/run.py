@@ -289,9 +289,8 @@ class PrecisionRun:
         self.has_warned = True
         if idle:
             rank_zero_warn(
-                f"LeanMixedPrecision(fp32_modules): the first training step did not call {', '.join(idle)}. A module "
-                "that reads their weights computes in 16 bits. Name the module that is called, for example "
-                "nn.MultiheadAttention instead of its out_proj."
+                f"LeanMixedPrecision(fp32_modules): the first training step did not call {', '.join(idle)}. Name the "
+                "module that reads their weights, for example nn.MultiheadAttention instead of its out_proj."
             )
 
     def remove(self) -> None:

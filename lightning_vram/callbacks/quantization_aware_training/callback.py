@@ -136,8 +136,7 @@ def _check_strategy(name: str, trainer: pl.Trainer) -> None:
     refuse_moved_parameters(name, trainer, "scales are taken from")
     if hasattr(type(trainer.strategy), "device_mesh"):  # ModelParallelStrategy, fsdp_offload
         raise MisconfigurationException(
-            f"{name} does not work with {type(trainer.strategy).__name__}: a scale is that of a whole weight, and "
-            "FSDP2 shards it. Use 'ddp' or a single device."
+            f"{name} does not work with {type(trainer.strategy).__name__}: it shards weights. Use 'ddp' or one device."
         )
 
 

@@ -97,8 +97,7 @@ def check_module(module: pl.LightningModule, name: str) -> None:
     for path, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise ValueError(
-                f"{name}: {path} is {type(part).__name__}(sparse=True), and FSDP2 does not reduce sparse gradients. "
-                "Leave sparse out."
+                f"{name}: FSDP2 reduces no sparse gradients: leave sparse=True out of {path}, {type(part).__name__}."
             )
 
 

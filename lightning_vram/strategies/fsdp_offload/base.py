@@ -151,8 +151,7 @@ class BaseStrategy(PlainStrategy):
         replicas = self.arguments.data_parallel_replicate_size or self.num_nodes
         if size % replicas:
             raise ValueError(
-                f"FSDPOffloadStrategy(data_parallel_replicate_size={replicas}) must divide the number of processes, "
-                f"{size}."
+                f"FSDPOffloadStrategy(data_parallel_replicate_size={replicas}) must divide the {size} processes."
             )
         return init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
 

@@ -159,8 +159,7 @@ class WeightCasts:
     def __init__(self, model: nn.Module, device_type: str, *, skip: Collection[nn.Module] = ()) -> None:
         if any(_KEY in vars(module) for module in model.modules()):
             raise ValueError(
-                "model is in another running fit, or WeightCasts, with some of its modules, and a module can be in one "
-                "at a time: end that fit, or call remove(), first."
+                "model is in another running fit, or WeightCasts, with some of its modules: end or remove that first."
             )
         hide_warning_of_hooks()
         self._swaps = Swaps(_KEY)

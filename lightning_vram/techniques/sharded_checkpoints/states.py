@@ -55,8 +55,7 @@ def names_in_optimizer(module: nn.Module, optimizer: Optimizer) -> list[list[str
     for index, group in enumerate(groups):
         if None in group:
             raise ValueError(
-                f"Parameter {group.index(None)} in group {index} of {type(optimizer).__name__} does not belong to "
-                "the module; sharded checkpoints store optimizer state by name. Save full checkpoints."
+                f"A parameter in group {index} of {type(optimizer).__name__} has no name: save full checkpoints."
             )
     return groups
 
@@ -75,8 +74,7 @@ def check_fit(own: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool)
         more = f" and {len(complaints) - _MOST_NAMES} more" if len(complaints) > _MOST_NAMES else ""
         raise ValueError(
             f"The checkpoint does not fit the module: it {'; it '.join(complaints[:_MOST_NAMES])}{more}. Load it into "
-            "the module it was saved from; self.strict_loading = False in the LightningModule allows for missing and "
-            "additional names."
+            "the module it was saved from; with self.strict_loading = False names may be missing or additional."
         )
 
 

@@ -133,8 +133,7 @@ class CheckpointStore:
         saved = (self._states or checkpoint).get("optimizer_states") or []
         if len(saved) != len(optimizers):
             raise ValueError(
-                f"The checkpoint has the state of {len(saved)} optimizers, but configure_optimizers returned "
-                f"{len(optimizers)}; save_weights_only=True saves none."
+                f"The checkpoint has {len(saved)} optimizers (save_weights_only=True: none), the run {len(optimizers)}."
             )
         matched = [states.match_parameters(module, *pair) for pair in zip(optimizers, saved, strict=True)]
         for index, (optimizer, state) in enumerate(zip(optimizers, matched, strict=True)):

@@ -430,8 +430,8 @@ class LowPrecisionTrial:
             if not flat.is_on_trial:
                 warnings.warn(
                     f"The layer of weight {flat.parameters[0].name!r} was called more often before a backward "
-                    "than in earlier batches: in this step its gradients were added in 16 bit. From now on its "
-                    "weights are transferred in 32 bit. FSDPOffloadStrategy(narrow_transfers=False) avoids this.",
+                    "than in earlier batches: in this step its gradients were added in 16 bit. "
+                    "FSDPOffloadStrategy(narrow_transfers=False) avoids this.",
                     stacklevel=2,
                 )
             flat.is_on_trial, flat.needs_fp32 = False, True

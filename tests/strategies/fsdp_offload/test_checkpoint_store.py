@@ -266,10 +266,7 @@ def test_a_full_checkpoint_without_optimizers_is_refused_for_training(one_rank: 
     load(store, tmp_path / "weights.ckpt", net)
     with pytest.raises(ValueError, match="save_weights_only") as caught:
         load(store, tmp_path / "weights.ckpt", net, [make_adamw(net)])
-    assert str(caught.value) == (
-        "The checkpoint has the state of 0 optimizers, but configure_optimizers returned 1; "
-        "save_weights_only=True saves none."
-    )
+    assert str(caught.value) == ("The checkpoint has 0 optimizers (save_weights_only=True: none), the run 1.")
 
 
 def test_a_file_of_bare_weights_is_no_checkpoint(one_rank: None, tmp_path: Path):
