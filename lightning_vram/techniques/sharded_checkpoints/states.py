@@ -214,9 +214,8 @@ def read_whole(pairs: Pairs) -> None:
                 into.copy_(value)
 
 
-def empty_like(value: Tensor) -> Tensor:
-    """Return a tensor on the host for a whole one: a mapped file would be copied page by page, and stay open."""
-    return torch.empty_like(value, device="cpu")
+# On the host, for a whole tensor: a mapped file would be copied page by page, and stay open.
+empty_like: Callable[[Tensor], Tensor] = partial(torch.empty_like, device="cpu")
 
 
 def prepare(tree: Any, pairs: Pairs, make: Callable[[Tensor], Tensor] = empty_like) -> Any:
