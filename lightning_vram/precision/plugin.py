@@ -138,22 +138,17 @@ class LeanMixedPrecision(MixedPrecision):
         self.settings = Settings(patterns, low_precision_norms, recast_in_backward, parameters, check_updates)
         choice: Any = None if precision == "auto" else _PRECISIONS.get(precision, precision)
         _check_combination(choice, self.settings, scaler)
-        self._holds_lr = hold_lr_on_overflow
+        self._holds_lr, self._on_limit = hold_lr_on_overflow, on_overflow_limit
         self._choice: Precision16 | None = choice
-        self._on_limit = on_overflow_limit
         self._max_consecutive = max_consecutive_overflows
         self._num_overflows = self._num_consecutive = 0  # skipped steps, and the last ones in a row
-        self._given_scaler = scaler
         # Lightning's names; "auto" is resolved when the device is known.
         self.precision = choice or "bf16-mixed"
         self.device = current_kind()
-        self.scaler = scaler
+        self.scaler = self._given_scaler = scaler
         self._run: PrecisionRun | None = None
         self._has_fallen_back = False
         self._ended: dict[str, Any] = {}  # the state of the last fit, once it has ended
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.precision!r})"
 
     @property
     def overflow_steps(self) -> int:
@@ -193,13 +188,11 @@ class LeanMixedPrecision(MixedPrecision):
         running = self._run.trainer if self._run is not None else None
         if running is not None and running is not trainer and running.state.status == TrainerStatus.RUNNING:
             raise MisconfigurationException(
-                "This LeanMixedPrecision belongs to a trainer that is running. Create another one for the inner "
-                "trainer."
+                "This LeanMixedPrecision belongs to a trainer that is running: create another one."
             )
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise MisconfigurationException(
-                "LeanMixedPrecision does not work with DeepSpeedStrategy, which casts, scales and clips by itself. Use "
-                "Trainer(precision=...) there, or another strategy here."
+                "LeanMixedPrecision does not work with DeepSpeedStrategy: use Trainer(precision=...) there."
             )
         if is_training and self.settings.is_lean:
             name = f"LeanMixedPrecision(parameters={self.settings.parameters!r})"
@@ -430,12 +423,9 @@ def _check_combination(precision: str | None, settings: Settings, scaler: object
     if precision == "bf16-mixed" and scaler is not None:
         raise ValueError("LeanMixedPrecision(scaler) is for 'fp16', got one with 'bf16', which has none. Leave it out.")
     if precision == "16-mixed" and settings.is_lean:
-        raise ValueError(
-            f"LeanMixedPrecision(parameters={settings.parameters!r}) stores bfloat16 weights, which do not work with "
-            "float16. Use precision='bf16', or parameters='fp32'."
-        )
+        raise ValueError(f"LeanMixedPrecision(parameters={settings.parameters!r}) needs precision='bf16', got 'fp16'.")
     if settings.check_updates and settings.parameters not in ("bf16+kahan", "bf16+stochastic"):
         raise ValueError(
-            "LeanMixedPrecision(check_updates=True) counts updates that parameters='bf16+kahan' or 'bf16+stochastic' "
-            f"rounds away, got parameters={settings.parameters!r}, which loses none: leave it out."
+            "LeanMixedPrecision(check_updates=True) needs parameters='bf16+kahan' or 'bf16+stochastic', which lose "
+            f"updates, got {settings.parameters!r}."
         )

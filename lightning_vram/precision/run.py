@@ -135,15 +135,13 @@ def refuse_optimizers(module: nn.Module, optimizers: Sequence[Optimizer]) -> Non
     """Refuse optimizers that do not work with a loss scale."""
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise MisconfigurationException(
-            "LeanMixedPrecision(precision='fp16') does not work with LBFGS, which evaluates the loss several times "
-            "per step, and cannot skip one that overflows. Use precision='bf16', or another optimizer."
+            "LeanMixedPrecision(precision='fp16') cannot skip a step of LBFGS that overflows: use precision='bf16'."
         )
     counts = Counter(parameter for one in optimizers for parameter in set(iterate_parameters(one)))
     for name, parameter in module.named_parameters():
         if counts[parameter] > 1:
             raise MisconfigurationException(
-                f"LeanMixedPrecision(precision='fp16') does not work with optimizers that share {name!r}: each would "
-                "unscale its gradient. Use precision='bf16', or one optimizer with parameter groups."
+                f"LeanMixedPrecision(precision='fp16') needs one optimizer for {name!r}, or precision='bf16'."
             )
 
 
@@ -152,10 +150,7 @@ _CURRENT = "current_model_state"
 
 
 class PrecisionRun:
-    """One run, with all that it changes, and the undo. If one of the changes cannot be made, nothing is changed.
-
-    ``is_training``: otherwise only what changes results is done.
-    """
+    """One run, with all that it changes, and the undo; if not ``is_training``, only what changes results."""
 
     def __init__(
         self, module: pl.LightningModule, trainer: pl.Trainer, settings: Settings, *, is_training: bool
@@ -294,9 +289,8 @@ class PrecisionRun:
         self.has_warned = True
         if idle:
             rank_zero_warn(
-                f"LeanMixedPrecision(fp32_modules): the first training step did not call {', '.join(idle)}. A module "
-                "that reads their weights computes in 16 bits. Name the module that is called, for example "
-                "nn.MultiheadAttention instead of its out_proj."
+                f"LeanMixedPrecision(fp32_modules): the first training step did not call {', '.join(idle)}. Name the "
+                "module that reads their weights, for example nn.MultiheadAttention instead of its out_proj."
             )
 
     def remove(self) -> None:

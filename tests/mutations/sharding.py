@@ -150,15 +150,6 @@ def hooks_on_gradients() -> list[Tensor]:
     return _steps(prepare=_set_hooks)
 
 
-def _watch_gradients(network: Any) -> None:
-    for parameter in network.blocks.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda shard: shard.grad.mul_(2))
-
-
-def hooks_on_accumulation() -> list[Tensor]:
-    return _steps(prepare=_watch_gradients)
-
-
 def fetched_and_written() -> list[Tensor]:
     """The shards of a flat_shard are written as soon as it allows that."""
     with trained() as (_, host):

@@ -206,12 +206,6 @@ SHARDING = [
         f"{_PARAMETER}._call_hooks",
         "torch.accelerator.current_stream().synchronize()",
         "pass",
-        sharding.hooks_on_accumulation,
-    ),
-    Mutation(
-        f"{_PARAMETER}._call_hooks",
-        "torch.accelerator.current_stream().synchronize()",
-        "pass",
         sharding.hooks_on_gradients,
     ),
     Mutation(

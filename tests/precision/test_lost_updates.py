@@ -41,8 +41,8 @@ def test_the_share_is_logged_and_results_are_the_same(parameters, kind, make_tra
 @pytest.mark.parametrize("parameters", ["fp32", "bf16+master", "bf16+split"])
 def test_it_is_refused_where_nothing_is_lost(parameters: str) -> None:
     message = (
-        "LeanMixedPrecision(check_updates=True) counts updates that parameters='bf16+kahan' or 'bf16+stochastic' "
-        f"rounds away, got parameters={parameters!r}, which loses none: leave it out."
+        "LeanMixedPrecision(check_updates=True) needs parameters='bf16+kahan' or 'bf16+stochastic', which lose "
+        f"updates, got {parameters!r}."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         LeanMixedPrecision("bf16", parameters=parameters, check_updates=True)

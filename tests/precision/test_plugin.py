@@ -506,7 +506,7 @@ def test_formats_that_the_device_lacks_are_refused(make_trainer, monkeypatch):
 
 def test_auto_with_lean_parameters_is_refused_where_there_is_no_bf16(make_trainer, monkeypatch):
     monkeypatch.setattr("lightning_vram.precision.plugin.has_native_bf16", lambda device_type: False)
-    with pytest.raises(ValueError, match="stores bfloat16 weights, which do not work with float16"):
+    with pytest.raises(ValueError, match="needs precision='bf16', got 'fp16'"):
         make_trainer(plugins=[LeanMixedPrecision("auto", parameters="bf16+split")]).fit(build(TinyCNN))
 
 
@@ -554,7 +554,7 @@ def test_pruning_of_lean_parameters_is_refused_and_leaves_the_module_as_it_was(m
     with pytest.raises(
         MisconfigurationException,
         match=r"^LeanMixedPrecision\(parameters='bf16\+split'\) does not work with ModelPruning, which puts other "
-        r"parameters, in float32, and masks into the module\. Use parameters='fp32'\.$",
+        r"parameters, in float32, and masks into the module: use 'fp32'\. Leave one out\.$",
     ):
         fit(model, make_trainer(plugins=[plugin], callbacks=[ModelPruning("l1_unstructured")]))
     assert describe_module(model) == before
@@ -579,7 +579,7 @@ class WithLBFGS(LitTiny):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"precision": "fp16"}, MisconfigurationException, "does not work with LBFGS.*Use precision='bf16'"),
+        ({"precision": "fp16"}, MisconfigurationException, "cannot skip a step of LBFGS.*use precision='bf16'"),
         ({"precision": "bf16", "parameters": "bf16+kahan"}, ValueError, "LBFGS.*Adam, .*AdamW"),
     ],
 )

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
+from lightning_vram.techniques.sharding.flat_shards import FlatShard
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
 
 WIDTH = 6
@@ -96,7 +97,12 @@ def hosted(net: nn.Module, mode: str = "params", **options: Any) -> Generator[Ho
 
 def host_bytes_of(sharding: FullSharding) -> int:
     """Host memory of shards and their copies for transfers, on this rank."""
-    return sum(flat.host_bytes for group in sharding.groups if group.landing is not None for flat in group.flat_shards)
+    groups = (group for group in sharding.groups if group.landing is not None)
+    return sum(host_bytes_of_flat(flat) for group in groups for flat in group.flat_shards)
+
+
+def host_bytes_of_flat(flat: FlatShard) -> int:
+    return sum(tensor.nbytes for tensor in (flat.shards, flat._low_precision, flat.split) if tensor is not None)
 
 
 def batch(seed: int, size: int = 4) -> Tensor:

@@ -1,9 +1,4 @@
-"""Quantization-aware training (QAT): train with quantized weights and inputs, so that deployment loses less accuracy.
-
-For deployment with 8-bit or 4-bit weights. It costs memory and time in training: autograd saves quantized copies and
-masks of weights and inputs. It does not help if the model is not deployed quantized, or if quantization after the fit
-is accurate enough.
-"""
+"""Quantization-aware training (QAT): train with quantized weights and inputs, for deployment in 8 or 4 bits."""
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -80,10 +75,7 @@ class QuantizationAwareTraining(FitTechnique):
         check_number("QuantizationAwareTraining(start_epoch)", start_epoch, int, "an int", at_least=0)
         check_layers("QuantizationAwareTraining(layers)", layers)
         check_kind("QuantizationAwareTraining(save)", save, str | None, "a path or None")
-        self.scheme = scheme
-        self.start_epoch = start_epoch
-        self.layers = layers
-        self.save = save
+        self.scheme, self.start_epoch, self.layers, self.save = scheme, start_epoch, layers, save
         self.ranges: dict[str, Tensor] = {}  # of inputs, by the name of the layer; those of the last fit
         self._quantization: FakeQuantization | None = None
 
@@ -144,8 +136,7 @@ def _check_strategy(name: str, trainer: pl.Trainer) -> None:
     refuse_moved_parameters(name, trainer, "scales are taken from")
     if hasattr(type(trainer.strategy), "device_mesh"):  # ModelParallelStrategy, fsdp_offload
         raise MisconfigurationException(
-            f"{name} does not work with {type(trainer.strategy).__name__}: a scale is that of a whole weight, and "
-            "FSDP2 shards it. Use 'ddp' or a single device."
+            f"{name} does not work with {type(trainer.strategy).__name__}: it shards weights. Use 'ddp' or one device."
         )
 
 

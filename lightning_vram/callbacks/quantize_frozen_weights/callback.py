@@ -1,9 +1,4 @@
-"""QLoRA: weights of frozen layers in 8 or 4 bits, a quarter or a seventh of their float32 memory.
-
-When adapters are fine-tuned, most weights are frozen and are most of the memory. A layer dequantizes its weight for the
-forward and again for the backward; nothing is saved in between. It costs dequantizing twice, and a quantization error
-that the adapters train with. It does not help for trainable weights.
-"""
+"""QLoRA: weights of frozen layers in 8 or 4 bits, a quarter or a seventh of their float32 memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -150,15 +145,10 @@ class QuantizeFrozenWeights(FitTechnique):
         check_choice("QuantizeFrozenWeights(library)", library, get_args(Library))
         if library == "bitsandbytes" and block_size < MIN_BLOCK_SIZE:
             raise ValueError(
-                f"QuantizeFrozenWeights(library='bitsandbytes') has blocks of {MIN_BLOCK_SIZE} or more, got "
-                f"block_size={block_size}: use block_size={MIN_BLOCK_SIZE}, or library='own'."
+                f"{_NAME}(library='bitsandbytes') needs block_size={MIN_BLOCK_SIZE} or more, got {block_size}."
             )
-        self.bits = bits
-        self.layers = layers
-        self.block_size = block_size
-        self.save = save
-        self.keep = keep
-        self.library = library
+        self.bits, self.layers, self.block_size = bits, layers, block_size
+        self.save, self.keep, self.library = save, keep, library
         self._quantized: QuantizedLayers | None = None
         self._patches: list[MethodPatch] = []  # of loading and saving
 

@@ -93,17 +93,11 @@ def check_run(trainer: pl.Trainer, device: torch.device, device_bytes: Any, name
 
 
 def check_module(module: pl.LightningModule, name: str) -> None:
-    """Refuse a module without parameters, and layers with sparse gradients."""
-    if next(module.parameters(), None) is None:
-        raise ValueError(
-            f"{name}: {type(module).__name__} has no parameters to shard. Create its layers in __init__ or "
-            "configure_model, or use a single device."
-        )
+    """Refuse layers with sparse gradients."""
     for path, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise ValueError(
-                f"{name}: {path} is {type(part).__name__}(sparse=True), and FSDP2 does not reduce sparse gradients. "
-                "Leave sparse out."
+                f"{name}: FSDP2 reduces no sparse gradients: leave sparse=True out of {path}, {type(part).__name__}."
             )
 
 

@@ -67,10 +67,7 @@ def connect(cluster_environment: ClusterEnvironment, backend: str, *, timeout: t
 
 
 class BaseStrategy(PlainStrategy):
-    """A strategy with one process per device, in one mesh, and its steps.
-
-    ``given``: accelerator, devices, environment and plugins, set by the Trainer.
-    """
+    """A strategy with one process per device, in one mesh, and its steps; ``given``: what the Trainer sets."""
 
     def __init__(self, arguments: SimpleNamespace, *given: Any) -> None:
         self.arguments = arguments
@@ -150,8 +147,7 @@ class BaseStrategy(PlainStrategy):
         replicas = self.arguments.data_parallel_replicate_size or self.num_nodes
         if size % replicas:
             raise ValueError(
-                f"FSDPOffloadStrategy(data_parallel_replicate_size={replicas}) must divide the number of processes, "
-                f"{size}."
+                f"FSDPOffloadStrategy(data_parallel_replicate_size={replicas}) must divide the {size} processes."
             )
         return init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
 
@@ -260,10 +256,7 @@ def patch_trainer(trainer: pl.Trainer, optimizers: HostOptimizers, sharding: Ful
 
 
 def make_early(trainer: pl.Trainer) -> Callable[[Callable[[], Any]], bool]:
-    """Return whether a step may begin in its closure: no code reads or changes gradients after the backward.
-
-    It reports the first reason otherwise.
-    """
+    """Return whether a step may begin in its closure: no code reads gradients afterwards; tell once why not."""
     told: list[str] = []
 
     def may_step_early(closure: Callable[[], Any]) -> bool:

@@ -108,10 +108,7 @@ class CheckpointedStrategy(BaseStrategy):
                 self._load_weights(module, to_load[0], strict=to_load[1])
 
     def _load_weights(self, module: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Load the module and the averages, as the callback does. A collective.
-
-        From a checkpoint without averages they start from its weights.
-        """
+        """Load module and averages, which start from the weights if the checkpoint has none. A collective."""
         has_average = _REST in checkpoint
         key = _CURRENT if has_average and self._averages else _AVERAGE
         self._any_store.load_module(checkpoint, module, strict=strict, key=key)

@@ -134,10 +134,10 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
 
     Raises:
         TypeError: If an argument has a wrong type, or the precision plugin cannot work on shards.
-        ValueError: If arguments are out of range or contradict each other. Before training: if the module has no
-            parameters, or differs between ranks; if ``wrap`` matches nothing; if an optimizer cannot step on shards; if
-            the number of ranks does not suit ``shard="hybrid"``; if ``nvme_path`` is not a folder; if
-            ``master="split"`` or ``host_state`` does not suit precision or optimizer; if a checkpoint does not match.
+        ValueError: If arguments are out of range or contradict each other. Before training: if the module differs
+            between ranks; if ``wrap`` matches nothing; if an optimizer cannot step on shards; if the number of ranks
+            does not suit ``shard="hybrid"``; if ``nvme_path`` is not a folder; if ``master="split"`` or ``host_state``
+            does not suit precision or optimizer; or if a checkpoint does not match.
         MisconfigurationException: Before training, if a callback prunes weights, or averages them in an unsupported
             way.
         OffloadError: Before training, if host memory or the disk at ``nvme_path`` is too small, with the bytes needed

@@ -83,9 +83,7 @@ class LossScaling:
     ) -> None:
         self.scaler = scaler
         self.num_overflowed = 0  # steps skipped since the last update
-        self._optimizers = optimizers
-        self._over_ranks = over_ranks
-        self._on_update = on_update
+        self._optimizers, self._over_ranks, self._on_update = optimizers, over_ranks, on_update
         optimizer_states(scaler).clear()  # of an interrupted run
 
     def scale(self, loss: Tensor) -> Tensor:

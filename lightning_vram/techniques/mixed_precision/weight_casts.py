@@ -159,8 +159,7 @@ class WeightCasts:
     def __init__(self, model: nn.Module, device_type: str, *, skip: Collection[nn.Module] = ()) -> None:
         if any(_KEY in vars(module) for module in model.modules()):
             raise ValueError(
-                "model is in another running fit, or WeightCasts, with some of its modules, and a module can be in one "
-                "at a time: end that fit, or call remove(), first."
+                "model is in another running fit, or WeightCasts, with some of its modules: end or remove that first."
             )
         hide_warning_of_hooks()
         self._swaps = Swaps(_KEY)
@@ -173,10 +172,7 @@ class WeightCasts:
                     self._swaps.add(module, state, _run)
 
     def after_step(self, parameters: Iterable[Tensor]) -> None:
-        """Note that an optimizer has changed ``parameters``: fused kernels count no version.
-
-        A backward that needs one of these as it was raises ``RuntimeError``.
-        """
+        """Note that an optimizer has changed ``parameters``, for backwards that need them: fused kernels count none."""
         modules = self._swaps.modules
         ours = {id(parameter_at(module, place)) for module in modules for place in vars(module)[_KEY].places}
         increment_version([parameter for parameter in parameters if id(parameter) in ours])

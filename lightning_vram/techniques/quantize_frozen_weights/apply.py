@@ -213,21 +213,18 @@ def _quantize(
     if id(weight) not in done:
         if weight.is_meta and give_memory is not None:
             give_memory(layer)  # the parameter is still the same object
-        done[id(weight)] = make_weight(QuantizedParameter, _pack(weight, packing, device), {"form": form})
+        packed = packing.empty(weight.numel(), torch.device("cpu") if weight.is_meta else weight.device)
+        if weight.is_meta:
+            packed.zero_()  # until they are loaded
+        else:
+            packing.encode(weight, packed, device)
+        done[id(weight)] = make_weight(QuantizedParameter, packed, {"form": form})
     carrier = torch.empty(0, dtype=weight.dtype, device=done[id(weight)].device)
     layer.register_buffer(DTYPE, carrier, persistent=False)
     parameters["weight"] = done[id(weight)]
     attribute: QuantizedWeight = make_weight(QuantizedWeight, NO_MEMORY, {"form": form, "parameters": parameters})
     vars(layer)["weight"] = attribute  # found before parameters are
     return attribute
-
-
-def _pack(weight: Tensor, packing: Packing, device: torch.device | None) -> Tensor:
-    if weight.is_meta:
-        return packing.empty(weight.numel(), torch.device("cpu")).zero_()  # until they are loaded
-    packed = packing.empty(weight.numel(), weight.device)
-    packing.encode(weight, packed, device)
-    return packed
 
 
 def _load_packed(

@@ -35,7 +35,7 @@ def decodes_by_library(library: Library, bits: int, block_size: int, packed: Ten
         return True
     kind = packed.device.type
     is_faster = kind == "cuda" or (kind == "cpu" and bits == 4 and block_size <= _MAX_ON_HOST)
-    return is_faster and block_size >= MIN_BLOCK_SIZE and _is_installed()
+    return is_faster and block_size >= MIN_BLOCK_SIZE and _operators() is not None
 
 
 def decode_by_library(numbers: Tensor, scales: Tensor, codes: Tensor) -> None:
@@ -58,14 +58,11 @@ def decode_by_library(numbers: Tensor, scales: Tensor, codes: Tensor) -> None:
 
 
 @lru_cache
-def _is_installed() -> bool:
-    return find_spec("bitsandbytes") is not None
-
-
-@lru_cache
 def _operators() -> Any:
-    import_module("bitsandbytes")
-    return torch.ops.bitsandbytes
+    if find_spec("bitsandbytes") is not None:
+        import_module("bitsandbytes")
+        return torch.ops.bitsandbytes
+    return None
 
 
 @lru_cache

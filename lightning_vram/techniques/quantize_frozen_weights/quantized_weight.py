@@ -208,7 +208,7 @@ class QuantizedParameter(QuantizedWeight):
         return self
 
 
-def _reading(method: Callable[..., Any]) -> Any:
+def _reading(method: Any) -> Any:
     """Return a method of a shard as that of any shard."""
     return lambda self, *args, **kwargs: _read(method, (self, *args), kwargs)
 

@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -273,10 +272,7 @@ def is_sharded_folder(path: Path) -> bool:
 
 
 class ShardedFolder:
-    """A folder of :func:`write_folder`, the same for all ranks. All calls are collectives, and raise errors of any.
-
-    ``verify``: compare entries with their checksums.
-    """
+    """A folder of :func:`write_folder`, the same for all ranks. All calls are collectives, and raise errors of any."""
 
     def __init__(self, folder: Path, *, weights_only: bool | None = None, verify: bool = True) -> None:
         self._folder = folder
@@ -311,12 +307,13 @@ class ShardedFolder:
         optimizers = [{"state": {}, **states.pop(root)} for root in roots]
         return {**states, "optimizer_states": optimizers} if optimizers else states
 
-    def read_tensors(self, pairs: Pairs, on_read: Callable[[int], None] = lambda num_bytes: None) -> None:
-        """Read tensors of :meth:`read_states` into others, sharded ones in part; ``on_read`` gets the bytes so far."""
-        self._load({self._keys[value]: into for value, into in pairs}, on_read)
+    def read_tensors(self, pairs: Pairs) -> None:
+        """Read tensors of :meth:`read_states` into others, sharded ones in part."""
+        self._load({self._keys[value]: into for value, into in pairs})
 
-    def _load(self, flat: dict[str, Any], on_read: Callable[[int], None] = lambda num_bytes: None) -> dict[str, Any]:
-        planner = _LoadPlanner(on_read, weights_only=self._weights_only)
+    def _load(self, flat: dict[str, Any]) -> dict[str, Any]:
+        planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.weights_only = self._weights_only
         reader = _Reader(self._folder, self._metadata)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may read a folder
@@ -349,18 +346,11 @@ class _Reader(FileSystemReader):
 class _LoadPlanner(DefaultLoadPlanner):
     """For a flat state."""
 
-    def __init__(self, on_read: Callable[[int], None], *, weights_only: bool | None) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._num_bytes, self._on_read, self._weights_only = 0, on_read, weights_only
-
-    @override
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        self._num_bytes += tensor.nbytes
-        self._on_read(self._num_bytes)
+    weights_only: bool | None = None
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=self._weights_only)
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=self.weights_only)
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -414,18 +404,18 @@ def consolidate(
     """Write a sharded checkpoint as one file for a Trainer on one device; on error, ``output`` is unchanged.
 
     Needs host memory for all of it, and one process. Lightning's own tool writes optimizer states under names that no
-    optimizer reads. ``on_progress`` gets the stage and its finished share, and may raise ``KeyboardInterrupt``.
+    optimizer reads. ``on_progress`` gets the stage, and may raise ``KeyboardInterrupt``.
     """
     if not is_sharded_folder(folder):
         raise FileNotFoundError(f"{folder} is not a sharded checkpoint: a folder with .metadata and meta.pt.")
     if output.is_dir():
         raise IsADirectoryError(f"{output} is a folder: name a file to write.")
-    on_progress("verifying checksums" if verify else "reading", 0.0)
+    on_progress("verifying checksums", 0.0)
     source = ShardedFolder(folder, weights_only=weights_only, verify=verify)
     pairs: Pairs = []
     checkpoint = {**prepare(source.read_states(), pairs), **source.read_rest()}
-    num_bytes = max(1, sum(into.nbytes for _, into in pairs))
-    source.read_tensors(pairs, lambda read: on_progress("reading", read / num_bytes))
+    on_progress("reading", 0.0)
+    source.read_tensors(pairs)
     if "optimizer_states" in checkpoint:
         checkpoint["optimizer_states"] = [renamed(state) for state in checkpoint["optimizer_states"]]
     prepare_path(output)

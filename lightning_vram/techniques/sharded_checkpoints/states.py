@@ -55,8 +55,7 @@ def names_in_optimizer(module: nn.Module, optimizer: Optimizer) -> list[list[str
     for index, group in enumerate(groups):
         if None in group:
             raise ValueError(
-                f"Parameter {group.index(None)} in group {index} of {type(optimizer).__name__} does not belong to "
-                "the module; sharded checkpoints store optimizer state by name. Save full checkpoints."
+                f"A parameter in group {index} of {type(optimizer).__name__} has no name: save full checkpoints."
             )
     return groups
 
@@ -75,8 +74,7 @@ def check_fit(own: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool)
         more = f" and {len(complaints) - _MOST_NAMES} more" if len(complaints) > _MOST_NAMES else ""
         raise ValueError(
             f"The checkpoint does not fit the module: it {'; it '.join(complaints[:_MOST_NAMES])}{more}. Load it into "
-            "the module it was saved from; self.strict_loading = False in the LightningModule allows for missing and "
-            "additional names."
+            "the module it was saved from; with self.strict_loading = False names may be missing or additional."
         )
 
 
@@ -177,10 +175,7 @@ def renamed(state_dict: Mapping[str, Any], names: Sequence[Sequence[Any]] | None
 
 
 def match_parameters(module: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved state with parameters numbered in the optimizer's order, by name if the state has names.
-
-    ``ValueError`` if the number of groups, or of parameters in one, or their names differ.
-    """
+    """Return a saved state with parameters numbered in the optimizer's order, by name if the state has names."""
     saved = _keys(state_dict)
     has_names = any(isinstance(key, str) for group in saved for key in group)
     own = names_in_optimizer(module, optimizer) if has_names else saved
@@ -219,9 +214,8 @@ def read_whole(pairs: Pairs) -> None:
                 into.copy_(value)
 
 
-def empty_like(value: Tensor) -> Tensor:
-    """Return a tensor on the host for a whole one: a mapped file would be copied page by page, and stay open."""
-    return torch.empty_like(value, device="cpu")
+# On the host, for a whole tensor: a mapped file would be copied page by page, and stay open.
+empty_like: Callable[[Tensor], Tensor] = partial(torch.empty_like, device="cpu")
 
 
 def prepare(tree: Any, pairs: Pairs, make: Callable[[Tensor], Tensor] = empty_like) -> Any:

@@ -16,32 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_vram.core.ranks import current_rank, gather_objects, num_ranks, on_all_ranks
-from lightning_vram.techniques.sharded_checkpoints.folder import (
-    MODULE_STATES,
-    ShardedFolder,
-    check_archive,
-    explained,
-    local_path,
-    prepare_path,
-    read_values,
-    recover,
-    remove,
-    write_file,
-    write_folder,
-)
-from lightning_vram.techniques.sharded_checkpoints.states import (
-    Pairs,
-    check_shapes,
-    gather_module_state,
-    gather_optimizer_state,
-    load_module_state,
-    load_optimizer_state,
-    match_parameters,
-    read_whole,
-    sharded_module_state,
-    sharded_optimizer_state,
-    snapshot,
-)
+from lightning_vram.techniques.sharded_checkpoints import folder, states
 
 
 class CheckpointStore:
@@ -64,7 +39,7 @@ class CheckpointStore:
         self._sharded, self._verify, self._remote = sharded, verify, remote
         self._jobs: list[Future[None]] = []  # the pending save, and removals after it
         self._states: dict[str, Any] = {}  # of the opened folder
-        self._read: Callable[[Pairs], None] = read_whole  # tensors of the opened checkpoint
+        self._read: Callable[[states.Pairs], None] = states.read_whole  # tensors of the opened checkpoint
         self._threads = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         # Two threads on one gloo group mix up their messages and abort the process.
         is_distributed = dist.is_available() and dist.is_initialized()
@@ -72,31 +47,33 @@ class CheckpointStore:
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """Return the state of a module for :meth:`save`. A collective."""
-        return sharded_module_state(module) if self._sharded else gather_module_state(module)
+        return states.sharded_module_state(module) if self._sharded else states.gather_module_state(module)
 
     def optimizer_state(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer for :meth:`save`. A collective."""
-        return sharded_optimizer_state(module, optimizer) if self._sharded else gather_optimizer_state(optimizer)
+        if self._sharded:
+            return states.sharded_optimizer_state(module, optimizer)
+        return states.gather_optimizer_state(optimizer)
 
     def save(self, checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         """Save a checkpoint of Lightning at rank 0's path, with states of this store. A collective."""
         self.wait()
         location = gather_objects(str(path))[0]
-        if self._sharded and local_path(location) is None:
+        if self._sharded and folder.local_path(location) is None:
             raise ValueError(f"Sharded checkpoints need a local path, got {location!r}. Save full checkpoints there.")
         if self._threads is None:
             self._write(checkpoint, location)
             return
-        gathered = () if self._sharded else (*MODULE_STATES, "optimizer_states")  # which are copies
+        gathered = () if self._sharded else (*folder.MODULE_STATES, "optimizer_states")  # which are copies
         copied = on_all_ranks(
-            lambda: {key: value if key in gathered else snapshot(value) for key, value in checkpoint.items()},
+            lambda: {key: value if key in gathered else states.snapshot(value) for key, value in checkpoint.items()},
             f"The checkpoint {location} could not be copied",
         )
         self._jobs = [self._threads.submit(self._write, copied, location)]
 
     def _write(self, checkpoint: Mapping[str, Any], location: str) -> None:
         """Replace the checkpoint there. On error, nothing changes. A collective."""
-        failed, path = f"The checkpoint {location} could not be saved", local_path(location)
+        failed, path = f"The checkpoint {location} could not be saved", folder.local_path(location)
 
         def on_main(action: Callable[..., None], *args: Any) -> None:
             on_all_ranks(partial(action, *args) if current_rank() == 0 else lambda: None, failed, self._group)
@@ -104,32 +81,32 @@ class CheckpointStore:
         if path is None:
             on_main(self._remote.save_checkpoint, dict(checkpoint), location)
             return
-        on_main(prepare_path, path)
+        on_main(folder.prepare_path, path)
         if self._sharded:
-            on_all_ranks(partial(write_folder, checkpoint, path, self._group), failed, self._group)
+            on_all_ranks(partial(folder.write_folder, checkpoint, path, self._group), failed, self._group)
         else:
-            on_main(write_file, dict(checkpoint), path)
+            on_main(folder.write_file, dict(checkpoint), path)
 
     def open(self, path: str | os.PathLike[str], *, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, its tensors mapped from the file; of a folder, all but the states. A collective."""
         self.wait()
-        self._states, self._read = {}, read_whole
+        self._states, self._read = {}, states.read_whole
         location = gather_objects(str(path))[0]
-        failed, local = f"The checkpoint {location} could not be read", local_path(location)
+        failed, local = f"The checkpoint {location} could not be read", folder.local_path(location)
         if local is None:
             # By default, Lightning reads http addresses with weights_only=False.
             load = partial(self._remote.load_checkpoint, location, weights_only=weights_only is not False)
-            read = partial(explained, load, location)
+            read = partial(folder.explained, load, location)
         else:
-            on_all_ranks(lambda: recover(local) if current_rank() == 0 else None, failed)
+            on_all_ranks(lambda: folder.recover(local) if current_rank() == 0 else None, failed)
             if local.is_dir():
-                folder = ShardedFolder(local, weights_only=weights_only, verify=self._verify)
-                rest = folder.read_rest()
-                self._states, self._read = folder.read_states(), folder.read_tensors
+                opened = folder.ShardedFolder(local, weights_only=weights_only, verify=self._verify)
+                rest = opened.read_rest()
+                self._states, self._read = opened.read_states(), opened.read_tensors
                 return {**rest, "optimizer_states": []} if "optimizer_states" in self._states else rest
             if self._verify:
-                on_all_ranks(lambda: check_archive(local, current_rank(), num_ranks()), failed)
-            read = partial(read_values, local, weights_only=weights_only)
+                on_all_ranks(lambda: folder.check_archive(local, current_rank(), num_ranks()), failed)
+            read = partial(folder.read_values, local, weights_only=weights_only)
         checkpoint: dict[str, Any] = on_all_ranks(read, failed)
         return checkpoint
 
@@ -140,7 +117,7 @@ class CheckpointStore:
         state = (self._states or checkpoint).get(key)
         if not isinstance(state, Mapping):
             raise ValueError("The file is not a Trainer checkpoint: it has no state_dict.")
-        load_module_state(module, state, strict=strict, read=self._read)
+        states.load_module_state(module, state, strict=strict, read=self._read)
 
     def load_optimizers(
         self,
@@ -153,18 +130,17 @@ class CheckpointStore:
 
         ``is_elementwise``: whether the states of a class have the shapes of their parameters, which is then checked.
         """
-        states = (self._states or checkpoint).get("optimizer_states") or []
-        if len(states) != len(optimizers):
+        saved = (self._states or checkpoint).get("optimizer_states") or []
+        if len(saved) != len(optimizers):
             raise ValueError(
-                f"The checkpoint has the state of {len(states)} optimizers, but configure_optimizers returned "
-                f"{len(optimizers)}; save_weights_only=True saves none."
+                f"The checkpoint has {len(saved)} optimizers (save_weights_only=True: none), the run {len(optimizers)}."
             )
-        states = [match_parameters(module, *pair) for pair in zip(optimizers, states, strict=True)]
-        for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+        matched = [states.match_parameters(module, *pair) for pair in zip(optimizers, saved, strict=True)]
+        for index, (optimizer, state) in enumerate(zip(optimizers, matched, strict=True)):
             if is_elementwise(type(optimizer)):
-                check_shapes(module, optimizer, state, index)
-        for optimizer, state in zip(optimizers, states, strict=True):
-            load_optimizer_state(optimizer, state, read=self._read)
+                states.check_shapes(module, optimizer, state, index)
+        for optimizer, state in zip(optimizers, matched, strict=True):
+            states.load_optimizer_state(optimizer, state, read=self._read)
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint if it exists; after the pending save, if that succeeds."""
@@ -178,12 +154,12 @@ class CheckpointStore:
     def _remove(self, location: str, save: Future[None] | None = None) -> None:
         if save is not None and save.exception() is not None:
             return
-        path = local_path(location)
+        path = folder.local_path(location)
         try:
             if path is None:
                 self._remote.remove_checkpoint(location)
             else:
-                remove(path)
+                folder.remove(path)
         except OSError as error:
             warnings.warn(f"The checkpoint {location} could not be removed: {error}.", stacklevel=3)
 

@@ -3,6 +3,7 @@
 ``apply.py`` shards a module; ``group.py`` and ``parameter.py`` replace FSDP2's objects.
 """
 
+from lightning_vram.private_names.fsdp2 import can_reset as can_recover
 from lightning_vram.techniques.sharding.apply import FirstStepMemory, FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.flat_shards import FlatShard
 from lightning_vram.techniques.sharding.group import ShardedGroup
@@ -16,7 +17,7 @@ from lightning_vram.techniques.sharding.parameter import (
     scale_low_precision,
     upcast,
 )
-from lightning_vram.techniques.sharding.removal import can_recover, discard_failed_iteration
+from lightning_vram.techniques.sharding.removal import discard_failed_iteration
 
 __all__ = [
     "FirstStepMemory",

@@ -270,10 +270,7 @@ _MARGIN = 10  # 1/10 of device memory stays free: later batches may be larger
 
 
 class FirstStepMemory:
-    """Measures the first step on one rank, to fill the memory that it leaves free with copies.
-
-    Needs allocator statistics. The step is over when all ``optimizers`` have stepped.
-    """
+    """Measures the first step of all ``optimizers`` on one rank, to fill the memory that it leaves free with copies."""
 
     def __init__(self, sharding: FullSharding, optimizers: Iterable[Optimizer]) -> None:
         self._sharding = sharding
@@ -306,10 +303,7 @@ _OTHER_ORDER = (
 
 
 class UsedParameters:
-    """Which parameters have a gradient on any rank, for one module.
-
-    Gradients of ``replicated`` parameters, which are whole on each rank, are averaged here.
-    """
+    """Which parameters have a gradient on any rank; averages those of ``replicated`` ones, whole on each rank."""
 
     def __init__(self, groups: Iterable[ShardedGroup], replicated: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
         self._groups = list(groups)
@@ -437,8 +431,8 @@ class LowPrecisionTrial:
             if not flat.is_on_trial:
                 warnings.warn(
                     f"The layer of weight {flat.parameters[0].name!r} was called more often before a backward "
-                    "than in earlier batches: in this step its gradients were added in 16 bit. From now on its "
-                    "weights are transferred in 32 bit. FSDPOffloadStrategy(narrow_transfers=False) avoids this.",
+                    "than in earlier batches: in this step its gradients were added in 16 bit. "
+                    "FSDPOffloadStrategy(narrow_transfers=False) avoids this.",
                     stacklevel=2,
                 )
             flat.is_on_trial, flat.needs_fp32 = False, True

@@ -89,11 +89,6 @@ class FlatShard:
         return self._low_precision is not None or self.resident is not None or self.is_split
 
     @property
-    def host_bytes(self) -> int:
-        """Memory of the shards and of their copy for transfers."""
-        return sum(tensor.nbytes for tensor in (self.shards, self._low_precision, self.split) if tensor is not None)
-
-    @property
     def keeps_gradients(self) -> bool:
         """Whether gradients stay on the host in the transfer dtype."""
         return self.is_split and not self._has_sums
@@ -127,8 +122,7 @@ class FlatShard:
 
     def keep_copy(self) -> None:
         """Keep a copy on the device from now on. No step may be pending, nor device work."""
-        if self.resident is None:
-            self.resident, self._seen = self._make_copy(), -1
+        self.resident, self._seen = self._make_copy(), -1
 
     def _make_copy(self) -> Tensor:
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)
@@ -275,10 +269,7 @@ class ShardSteps:
         self._pending: list[tuple[Ticket, list[Tensor], bool]] = []  # jobs in their order
 
     def begin(self, ticket: Ticket, watched: Iterable[Tensor], *, is_reader: bool = False) -> None:
-        """Block use of the shards and ``watched`` tensors until ``ticket``, of a job after those before.
-
-        A reader writes no shards.
-        """
+        """Block use of the shards and ``watched`` tensors until ``ticket``; a reader writes no shards."""
         if self._pending and self._pending[-1][0].is_done:
             self._end(len(self._pending))  # all: else the list would grow where no step follows
         watched = list(watched)
@@ -323,12 +314,9 @@ class ShardSteps:
         flat.touch()
 
 
-# PCIe transfers of a group in a step of one micro-batch, by the place of its shards:
-# * "host": weights twice, for forward and backward, and gradients once;
-# * "copy", on the host with a copy on the device: the copy and gradients once, nothing of frozen weights;
-# * "device", with gradients and optimizer state: nothing.
-# With AdamW in fp32 these are 12 bytes, 8 bytes for 4 on the device, and 0 for 16: copies come first. In all dtypes a
-# copy saves at least 1 byte for each of its own, and what comes to it at most 2/3.
+# Transfers of a group in a step. "host": weights twice, gradients once. "copy", on the host with a copy on the device:
+# the copy and gradients once. "device", with gradients and optimizer state: none. With AdamW in fp32 that is 12 bytes,
+# 8 for 4 on the device, and 0 for 16: copies come first.
 Place = Literal["host", "copy", "device"]
 
 

@@ -210,8 +210,11 @@ class ShardedGroup(GroupBase):
         """Reduce the gradients, and send them to the host."""
         for flat in self.flat_shards:
             flat.release_gradients()
-            if self.device != self.home:
-                self._spread_buffer(flat)
+            if self.device != self.home:  # each gradient has its place in host memory, one after the other
+                sizes = [parameter.sharded_size.numel() for parameter in flat.parameters]
+                parts = torch.split(self.owner.buffers.take(sum(sizes), flat.transfer_dtype), sizes)
+                for parameter, part in zip(flat.parameters, parts, strict=True):
+                    parameter.buffer = part
         if self.mesh_info.mesh.size() == 1 and self.gradient_divide_factor is None:
             self._send_alone()
             return
@@ -219,18 +222,11 @@ class ShardedGroup(GroupBase):
             parameter.begin_reduction()
         try:
             dtype = torch.float32 if self.mesh_info.mesh.size() > 1 else None
-            parts = ((flat.parameters, flat.transfer_dtype.itemsize < 4) for flat in self.flat_shards)
-            self.reduce_parts((parameters, dtype if is_low else None) for parameters, is_low in parts)
+            kinds = ((flat.parameters, flat.transfer_dtype.itemsize < 4) for flat in self.flat_shards)
+            self.reduce_parts((parameters, dtype if is_low else None) for parameters, is_low in kinds)
         finally:
             for parameter in self.parameters:
                 parameter.end_reduction()
-
-    def _spread_buffer(self, flat: FlatShard) -> None:
-        """Give each gradient its place in host memory, one after the other."""
-        sizes = [parameter.sharded_size.numel() for parameter in flat.parameters]
-        parts = torch.split(self.owner.buffers.take(sum(sizes), flat.transfer_dtype), sizes)
-        for parameter, part in zip(flat.parameters, parts, strict=True):
-            parameter.buffer = part
 
     def _send_alone(self) -> None:
         stream = self.reduce_stream

@@ -153,14 +153,9 @@ def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: 
     Args:
         module: The whole model; its parameters may be on ``meta``.
         wrap: ``"auto"``: the blocks that a model repeats or declares, small ones merged, and other large parts. Or
-            classes or class names: all such modules. Or a function of name and module, asked for modules that can be a
-            group.
+            classes or class names: all such modules. Or a function of name and module.
         min_params: Smallest number of elements in a group of ``"auto"``, which makes none in models of less than twice
             it.
-
-    Raises:
-        TypeError: If ``wrap`` is none of these, or ``min_params`` no integer.
-        ValueError: If ``wrap`` matches nothing or what cannot be a group, or ``min_params`` is not positive.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
@@ -168,8 +163,8 @@ def plan_sharding_groups(module: nn.Module, wrap: Wrap = "auto", *, min_params: 
         ShardingPlan(groups=(('0',), ('2',)), replicated=())
     """
     is_function = callable(wrap) and not isinstance(wrap, type)
-    is_list = isinstance(wrap, Sequence) and len(wrap) > 0 and not isinstance(wrap, str)
-    if not (wrap == "auto" or is_function or (is_list and all(isinstance(kind, str | type) for kind in wrap))):
+    kinds = wrap if isinstance(wrap, Sequence) and not isinstance(wrap, str) else ()
+    if not (wrap == "auto" or is_function or (kinds and all(isinstance(kind, str | type) for kind in kinds))):
         raise TypeError(f"wrap must be 'auto', a list of classes or their names, or a function, got {wrap!r}.")
     check_positive_int("min_params", min_params)
     names = {part: name for name, part in module.named_modules()}

@@ -37,7 +37,7 @@ from lightning_vram.private_names.fsdp2 import (
     set_own_shard,
     wrap_like,
 )
-from lightning_vram.private_names.torch import accumulation_hooks, gradient_hooks, local_shard_of, tree_leaves
+from lightning_vram.private_names.torch import gradient_hooks, has_accumulation_hooks, local_shard_of, tree_leaves
 
 if TYPE_CHECKING:
     from lightning_vram.techniques.sharding.apply import FullSharding
@@ -129,10 +129,7 @@ def disown(tensor: Tensor) -> None:
 
 
 class GatheredParameter(CountedParameter):
-    """Class of gathered parameters: counts writes, which the shard gets in the end.
-
-    Its memory is FSDP2's, so ``parameter.data = values`` copies.
-    """
+    """Class of gathered parameters, in FSDP2's memory: counts writes, which the shard gets in the end."""
 
     @property
     def data(self) -> Tensor:
@@ -194,10 +191,7 @@ _PLAIN: dict[type[Tensor], Any] = {OwnedTensor: DTensor, WatchedTensor: Tensor}
 
 
 def watch(tensors: Iterable[Tensor], wait: Callable[[], None]) -> None:
-    """Call ``wait`` once, before one of ``tensors`` is used: gradients and moments; shards have owners for good.
-
-    Tensors of other subclasses are skipped.
-    """
+    """Call ``wait`` once, before one of ``tensors`` is used, but for those of other subclasses."""
     pending = _Pending(wait)
     for tensor in tensors:
         if type(tensor) in (Tensor, DTensor) or _is_pending(tensor):
@@ -232,10 +226,7 @@ def scale_low_precision(gradient: Tensor, factor: Tensor) -> None:
 
 @torch.no_grad()
 def fp32_part(gradient: Tensor, part: slice | None = None) -> Tensor:
-    """Return the local values of a gradient in its own dtype, upcast for this call if it is stored in 16 bit.
-
-    ``part``: some of them, flat; ``None``: all, in their shape.
-    """
+    """Return local values of a gradient, or a flat part, in its own dtype: upcast for this call if in 16 bit."""
     values = low_precision_of(gradient)
     if values is None:
         own: Tensor = local_shard(gradient)
@@ -345,7 +336,6 @@ class ShardedParameter(ParameterBase):
     buffer: Tensor | None = None  # where it goes, flat; ``None`` if it is on the host already
     is_reducing = False  # in FSDP2
     _held: Any = None  # the gradient that is set aside during a reduction
-    _has_landed = False
     _is_hooked: bool
     _proxy: Any = None  # a gradient for FSDP2 to set
     _low_precision: "weakref.ref[Tensor] | None" = None  # the last gradient in 16 bit
@@ -463,22 +453,18 @@ class ShardedParameter(ParameterBase):
     def begin_reduction(self) -> None:
         """Set the shard's gradient aside: FSDP2 would block to accumulate."""
         self._held, self.sharded_param.grad = self.sharded_param.grad, None
-        self.is_reducing, self._has_landed = True, False
+        self.is_reducing = True
 
     def end_reduction(self) -> None:
         """Put the gradient back."""
         self.is_reducing = False
-        if not self._has_landed:
-            self.sharded_param.grad = self._held
-        self._held = None
+        self.sharded_param.grad, self._held = self._held, None
 
     def to_sharded_dtensor(self, tensor: Tensor) -> Any:
         """Take the reduced gradient from FSDP2, on the stream that reduced it."""
         if not self.is_reducing:
             return super().to_sharded_dtensor(tensor)
         self.send(tensor)
-        if self._has_landed:
-            return self.sharded_param.grad
         if self._proxy is None:
             self._proxy = super().to_sharded_dtensor(self.memory.new_empty(()).expand(self.sharded_size))
         return self._proxy
@@ -494,7 +480,12 @@ class ShardedParameter(ParameterBase):
         if self.buffer is not None:
             sent = self.buffer[: sent.numel()].view(sent.shape).copy_(sent, non_blocking=True)
         self.sent = sent
-        if gradient_hooks(self.sharded_param) or accumulation_hooks(self.sharded_param):
+        if has_accumulation_hooks(self.sharded_param):
+            raise RuntimeError(
+                f"Parameter {self.name!r} has a hook of register_post_accumulate_grad_hook, which does not run while "
+                "it is sharded: use register_hook, or on_before_optimizer_step."
+            )
+        if gradient_hooks(self.sharded_param):
             self._call_hooks(sent)
 
     def _call_hooks(self, gradient: Tensor) -> None:
@@ -502,20 +493,11 @@ class ShardedParameter(ParameterBase):
         shard: Any = self.sharded_param
         if self.flat_shard.own_device.type != self.flat_shard.device.type:
             torch.accelerator.current_stream().synchronize()
-        if gradient_hooks(shard):
-            sharded: Any = super().to_sharded_dtensor(gradient.to(shard.dtype))
-            for hook in gradient_hooks(shard):
-                changed = hook(sharded)
-                sharded = sharded if changed is None else changed
-            gradient = self.sent = local_shard_of(sharded)
-        if accumulation_hooks(shard):  # they read the gradient at once
-            if self.is_reducing:
-                shard.grad = self._held
-            self.land(gradient)
-            self.sent, self._has_landed = None, True
-            if not self.is_reducing:  # else FSDP2 calls them
-                for hook in accumulation_hooks(shard):
-                    hook(shard)
+        sharded: Any = super().to_sharded_dtensor(gradient.to(shard.dtype))
+        for hook in gradient_hooks(shard):
+            changed = hook(sharded)
+            sharded = sharded if changed is None else changed
+        self.sent = local_shard_of(sharded)
 
     def land(self, gradient: Tensor) -> None:
         """Accumulate a gradient that is on the host."""

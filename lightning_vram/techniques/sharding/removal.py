@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.tensors.properties import WHOLE_LAYOUT, sharded_modules, stored_as
-from lightning_vram.private_names.fsdp2 import MARKS, can_reset, discard_step, groups_of, is_root, place_of, put_back
+from lightning_vram.private_names.fsdp2 import MARKS, discard_step, groups_of, is_root, place_of, put_back
 from lightning_vram.private_names.torch import ConvBase, local_shard_of, own_buffers, own_parameters
 from lightning_vram.techniques.sharding.group import ShardedGroup
 
@@ -44,10 +44,7 @@ class WholeParameters:
 
     @torch.no_grad()
     def make_contiguous(self, modules: Iterable[nn.Module]) -> None:
-        """Make parameters of ``modules`` contiguous, as FSDP2 needs them.
-
-        Convolutions run in ``channels_last`` if weight or input is: a hook converts the input.
-        """
+        """Make parameters contiguous, as FSDP2 needs them; a hook converts inputs of ``channels_last`` convolutions."""
         for part, key, parameter in _iterate_owned(modules):
             if parameter not in self._as_was:  # sharded already
                 continue
@@ -114,7 +111,7 @@ class WholeParameters:
         """Return values on a parameter's original device, and in its memory layout."""
         _, device, shape, stride = self._as_was[original]
         values = values.to(device)
-        return stored_as(values, stride) if values.shape == shape else values
+        return stored_as(values, stride) if values.shape == shape and 0 not in stride else values  # 0: expanded
 
 
 def _iterate_owned(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
@@ -136,11 +133,8 @@ def _hand_over(original: nn.Parameter, shard: nn.Parameter) -> None:
             setattr(shard, hooks, getattr(original, hooks))
 
 
-can_recover = can_reset  # whether PyTorch is 2.13 or newer
-
-
 def discard_failed_iteration(module: nn.Module) -> None:
-    """Reset all FSDP2 models in ``module`` after a failed forward or backward; needs :func:`can_recover`.
+    """Reset all FSDP2 models in ``module`` after a failed forward or backward; needs :func:`can_reset`.
 
     Call it outside the ``except`` block, when nothing holds the graph, on every rank: all must have failed or given up
     at the same collective. Afterwards parameters are sharded. Gradients accumulated unreduced

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_vram.callbacks.micro_batching.callback import MicroBatching
 from lightning_vram.memory.units import MIB
-from lightning_vram.techniques.sharding.removal import can_recover
+from lightning_vram.techniques.sharding import can_recover
 
 pytestmark = [
     pytest.mark.distributed,

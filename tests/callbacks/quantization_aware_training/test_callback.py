@@ -263,7 +263,7 @@ def test_arguments_are_checked(arguments, error, message):
         QuantizationAwareTraining(**arguments)
 
 
-SHARDS = ": a scale is that of a whole weight, and FSDP2 shards it. Use 'ddp' or a single device."
+SHARDS = ": it shards weights. Use 'ddp' or one device."
 
 
 @pytest.mark.parametrize(

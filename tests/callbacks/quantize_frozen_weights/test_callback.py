@@ -439,8 +439,7 @@ def test_checkpoints_that_do_not_fit_are_named(fit, tmp_path):
         (
             {"library": "bitsandbytes", "block_size": 16},
             ValueError,
-            "(library='bitsandbytes') has blocks of 32 or more, got block_size=16: use block_size=32, or "
-            "library='own'.",
+            "(library='bitsandbytes') needs block_size=32 or more, got 16.",
         ),
     ],
 )

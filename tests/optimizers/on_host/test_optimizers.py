@@ -39,7 +39,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from lightning_vram.core.host.transfers import Ticket
 from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.optimizers.step_round import list_tensors, owner_of
-from lightning_vram.techniques.sharding.removal import can_recover, discard_failed_iteration
+from lightning_vram.techniques.sharding import can_recover, discard_failed_iteration
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 PATIENCE = 10  # seconds, of tests that would hang

@@ -22,7 +22,6 @@ from lightning_vram.strategies.fsdp_offload import checkpoints
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 from lightning_vram.techniques.sharded_checkpoints import CheckpointStore
 from lightning_vram.techniques.sharded_checkpoints import folder as sharded_folder
-from lightning_vram.techniques.sharded_checkpoints import store as stores
 from lightning_vram.techniques.sharded_checkpoints.states import (
     gather_module_state,
     gather_optimizer_state,
@@ -146,8 +145,8 @@ def save_beside_the_training(folder: Path, sharded: bool) -> None:
     train(net, optimizer, 3)
     first, second = folder / "first.ckpt", folder / "second.ckpt"
     gate, patch = threading.Event(), pytest.MonkeyPatch()
-    prepare = stores.prepare_path  # before anything is written
-    patch.setattr(stores, "prepare_path", lambda *paths: (gate.wait(30), prepare(*paths)))
+    prepare = sharded_folder.prepare_path  # before anything is written
+    patch.setattr(sharded_folder, "prepare_path", lambda *paths: (gate.wait(30), prepare(*paths)))
     checkpoint = dump(net, optimizer, sharded)
     checkpoint["callbacks"] = {"scores": [1.0]}
     store.save(checkpoint, first)
@@ -196,7 +195,7 @@ def test_a_save_beside_the_training_sees_none_of_it(tmp_path: Path, sharded: boo
 def save_beside_a_rank_that_hangs(folder: Path, sharded: bool) -> None:
     net, gate, patch = make_net(), threading.Event(), pytest.MonkeyPatch()
     store = make_store(sharded, asynchronous=True, timeout=timedelta(seconds=1))
-    patch.setattr(stores, "prepare_path", lambda *paths: gate.wait(30))  # on rank 0 alone
+    patch.setattr(sharded_folder, "prepare_path", lambda *paths: gate.wait(30))  # on rank 0 alone
     store.save(dump(net, make_adamw(net), sharded), folder / "last.ckpt")
     if dist.get_rank() == 1:
         with pytest.raises(RuntimeError, match="Timed out waiting 1000ms"):
@@ -267,10 +266,7 @@ def test_a_full_checkpoint_without_optimizers_is_refused_for_training(one_rank: 
     load(store, tmp_path / "weights.ckpt", net)
     with pytest.raises(ValueError, match="save_weights_only") as caught:
         load(store, tmp_path / "weights.ckpt", net, [make_adamw(net)])
-    assert str(caught.value) == (
-        "The checkpoint has the state of 0 optimizers, but configure_optimizers returned 1; "
-        "save_weights_only=True saves none."
-    )
+    assert str(caught.value) == ("The checkpoint has 0 optimizers (save_weights_only=True: none), the run 1.")
 
 
 def test_a_file_of_bare_weights_is_no_checkpoint(one_rank: None, tmp_path: Path):

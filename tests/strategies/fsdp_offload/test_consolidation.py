@@ -67,7 +67,6 @@ def test_progress_is_told_and_ctrl_c_leaves_the_file_that_was_there(tmp_path: Pa
     consolidate(tmp_path / "f", output, on_progress=on_progress)
     assert list(dict.fromkeys(stage for stage, _ in told)) == ["verifying checksums", "reading", "writing"]
     assert told[-1] == ("writing", 1.0)
-    assert ("reading", 1.0) in told
     assert "state_dict" in torch.load(output)
 
 

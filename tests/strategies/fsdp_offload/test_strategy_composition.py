@@ -10,7 +10,7 @@ from support.parts import CHANGES_TRAINING, NEEDS_HEAD, from_config
 
 from lightning_vram import LeanMixedPrecision, MicroBatching
 from lightning_vram.private_names.fsdp2 import shards_integers
-from lightning_vram.techniques.sharding.removal import can_recover
+from lightning_vram.techniques.sharding import can_recover
 
 pytestmark = [
     pytest.mark.distributed,

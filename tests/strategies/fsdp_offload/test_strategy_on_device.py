@@ -23,8 +23,8 @@ from lightning_vram.core.host.memory import make_host_tensor
 from lightning_vram.core.processes import leave_group
 from lightning_vram.demos import ByteGPT
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
+from lightning_vram.techniques.sharding import can_recover
 from lightning_vram.techniques.sharding.parameter import low_precision_of
-from lightning_vram.techniques.sharding.removal import can_recover
 
 pytestmark = [pytest.mark.device, pytest.mark.distributed]
 NUM_LAYERS, WIDTH, LENGTH = 8, 512, 16

@@ -717,10 +717,7 @@ def test_hooks_on_weights_see_what_they_always_saw() -> None:
 def test_a_model_is_not_changed_twice() -> None:
     model = linears(8, 8)
     casts = WeightCasts(model, "cpu")
-    message = (
-        "model is in another running fit, or WeightCasts, with some of its modules, and a module can be in one at a "
-        "time: end that fit, or call remove(), first."
-    )
+    message = "model is in another running fit, or WeightCasts, with some of its modules: end or remove that first."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         WeightCasts(nn.Sequential(nn.Linear(8, 8), model), "cpu")
     casts.remove()

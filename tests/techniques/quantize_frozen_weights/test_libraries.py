@@ -80,7 +80,7 @@ def test_a_library_decodes_to_the_same_numbers_in_as_much_memory(bits, monkeypat
 def test_auto_is_bitsandbytes_where_it_is_installed_and_faster(
     device, bits, block_size, is_installed, is_theirs, monkeypatch
 ):
-    monkeypatch.setattr(libraries, "_is_installed", lambda: is_installed)
+    monkeypatch.setattr(libraries, "_operators", lambda: object() if is_installed else None)
     packed = SimpleNamespace(is_cuda=device == "cuda", device=torch.device(device))
     assert libraries.decodes_by_library("auto", bits, block_size, packed, torch.bfloat16) is is_theirs
     assert not libraries.decodes_by_library("own", bits, block_size, packed, torch.bfloat16)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from lightning_vram.private_names.fsdp2 import groups_of
-from lightning_vram.techniques.sharding.removal import can_recover, discard_failed_iteration
+from lightning_vram.techniques.sharding import can_recover, discard_failed_iteration
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 needs_recovery = pytest.mark.skipif(not can_recover(), reason="needs torch 2.13")
