@@ -243,9 +243,6 @@ class Detection(pl.LightningModule):
         super().__init__()
         self.net = Detector()
 
-    def split_batch(self, batch: Any, size: int) -> list[Any]:
-        return [tuple(column[start : start + size] for column in batch) for start in range(0, len(batch[0]), size)]
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, targets = batch
         losses = self.net(images, targets)

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -236,6 +236,8 @@ def iterate(value: object, path: BatchPath, shared: SharedKeys) -> Iterator[tupl
             yield from iterate(inner, child, shared)
 
 
+Role = Literal["columns", "samples"]
+
 _PICTURE_DIMS = 3
 _PICTURE_CHANNELS = (1, 3, 4)
 _MOST_ROWS_OF_NUMBERS = 2  # columns with a number for each sample: inputs and targets
@@ -244,6 +246,79 @@ _MOST_EQUAL_COLUMNS = 3  # an anchor, a positive, a negative
 SPLIT_HOOK = "define split_batch(batch, size) on the LightningModule"
 WAY_OUT = f"pass split= to MicroBatching, or {SPLIT_HOOK}"
 _ROOT = BatchPath()
+
+
+class _Misfit(Exception):  # noqa: N818
+    """An entry does not fit the size that was assumed."""
+
+    def __init__(self, path: BatchPath, found: str) -> None:
+        super().__init__(path.code)
+        self.path = path
+        self.found = found
+
+
+class _Layout:
+    """The layout of a batch of ``size`` samples: a list is columns, or one entry per sample; ``known`` ones stay so."""
+
+    def __init__(self, size: int, shared: SharedKeys, known: Mapping[BatchPath, Role]) -> None:
+        self.size = size
+        self.roles: dict[BatchPath, Role] = {}  # how each list that follows the batch is read
+        self.why_ambiguous: str | None = None
+        self._shared = shared
+        self._known = known
+
+    def read(self, value: object, path: BatchPath = _ROOT) -> bool:
+        """Return whether an entry is cut, or is for all samples; raise :class:`_Misfit` if it can be neither."""
+        if self._shared.cover(path):
+            return False
+        rows = count_rows(value)
+        if rows is not None:
+            if rows not in (1, self.size):
+                raise _Misfit(path, f"has {rows} rows ({describe(value)})")
+            return rows == self.size
+        parts = take_apart(value)
+        if parts is None:
+            if is_constant(value):
+                return False
+            raise _Misfit(path, f"has a type that cannot be split: {describe(value)}")
+        if parts.is_list and not (path == _ROOT and isinstance(value, tuple)):
+            return self._read_list(parts, path)
+        return any(self._read_columns(parts, path))
+
+    def _read_columns(self, parts: Parts, path: BatchPath) -> list[bool]:
+        paths = path.children(parts)
+        return [self.read(value, child) for value, child in zip(parts.values, paths, strict=True)]
+
+    def _read_list(self, parts: Parts, path: BatchPath) -> bool:
+        known = self._known.get(path)
+        could_be_samples = known != "columns" and self._could_be_samples(parts, path)
+        columns = _Layout(self.size, self._shared, self._known)
+        misfit: tuple[BatchPath, str] | None = None
+        are_cut: list[bool] = []
+        try:
+            are_cut = columns._read_columns(parts, path) if known != "samples" else []
+        except _Misfit as error:
+            misfit = error.path, error.found  # not the error, whose frames hold the batch until gc finds the cycle
+        # A list of texts or numbers is one of columns only if each follows.
+        if (all if is_plain(parts.values) else any)(are_cut) and are_cut:
+            self.roles |= columns.roles | {path: "columns"}
+            self.why_ambiguous = self.why_ambiguous or columns.why_ambiguous
+            if could_be_samples and known is None and self.size > 1:
+                self.why_ambiguous = f"{path.code} has {self.size} columns, or {self.size} samples"
+            return True
+        if could_be_samples:
+            self.roles[path] = "samples"
+            return True
+        if is_plain(parts.values) or (misfit is None and known != "samples"):
+            return False
+        raise _Misfit(*(misfit or (path, f"is a list of {len(parts.values)}")))
+
+    def _could_be_samples(self, parts: Parts, path: BatchPath) -> bool:
+        if len(parts.values) != self.size or not is_uniform(parts.values):
+            return False
+        return (
+            path != _ROOT or count_rows(parts.values[0]) is None
+        )  # a list of tensors is what a collate function makes
 
 
 def is_uniform(values: Sequence[object]) -> bool:
@@ -259,6 +334,59 @@ def _kind(value: Any) -> object:
     return "constant" if is_constant(value) else "object"
 
 
+def _find_layout(batch: object, shared: SharedKeys, known: Mapping[BatchPath, Role]) -> _Layout:
+    """Return the only layout that fits a batch: a wrong guess would train on wrong pairs."""
+    fits, misfits = [], {}
+    for size in _suggest_sizes(batch, shared):
+        layout = _Layout(size, shared, known)
+        try:
+            fits += [layout] if layout.read(batch) else []
+        except _Misfit as misfit:
+            misfits[size] = misfit.with_traceback(None)
+    if not fits:
+        raise _explain(batch, shared, misfits)
+    if len(fits) > 1:
+        evidence = ", but ".join(_find_evidence(batch, shared, layout.size) for layout in fits)
+        raise BatchSplitError(f"The batch size is ambiguous: {evidence}. To split it, {WAY_OUT}.")
+    reason = fits[0].why_ambiguous
+    if reason is None and isinstance(batch, list) and _ROOT not in known:
+        reason = _why_unclear(batch, fits[0])
+    if reason is not None:
+        raise BatchSplitError(f"The batch layout is ambiguous: {reason}. To split it, {WAY_OUT}.")
+    return fits[0]
+
+
+def _suggest_sizes(batch: object, shared: SharedKeys) -> list[int]:
+    """Return what may be the number of samples, the most frequent first; of texts only if there is nothing else."""
+    rows, lists, texts = Counter[int](), Counter[int](), Counter[int]()
+    for _, value in iterate(batch, _ROOT, shared):
+        num_rows = count_rows(value)
+        if num_rows is not None:
+            rows[num_rows] += 1
+        elif (parts := take_apart(value)) is not None and parts.is_list:
+            (texts if is_plain(parts.values) else lists)[len(parts.values)] += 1
+    found = [*rows.most_common(), *lists.most_common()] or texts.most_common()
+    return list(dict.fromkeys(size for size, _ in found if size > 0))
+
+
+def _why_unclear(batch: list[Any], layout: _Layout) -> str | None:
+    """Say what an outermost list may be instead, though only one reading fits its sizes."""
+    if layout.roles.get(_ROOT) == "samples":
+        are_batches = len(batch) > 1 and all(map(_is_batch, batch))
+        return f"{layout.size} samples, or {layout.size} batches" if are_batches else None
+    if len(batch) > 1 and all(count_rows(value) is not None for value in batch) and _may_be_samples(batch):
+        return f"{len(batch)} samples, or {len(batch)} columns of {layout.size}"
+    return None
+
+
+def _is_batch(value: Any) -> bool:
+    sizes = {count_rows(inner) for _, inner in iterate(value, _ROOT, SharedKeys(()))} - {None, 1}
+    try:
+        return len(sizes) == 1 and all(_Layout(size or 0, SharedKeys(()), {}).read(value) for size in sizes)
+    except _Misfit:
+        return False
+
+
 def _may_be_samples(tensors: list[Any]) -> bool:
     """Return whether columns may be samples: pictures, or more of one shape than a batch has columns alike."""
     if len({value.shape for value in tensors}) > 1:
@@ -272,19 +400,26 @@ def _may_be_samples(tensors: list[Any]) -> bool:
     return is_floating and len(tensors) > _MOST_ROWS_OF_NUMBERS
 
 
-def _has_one_for_each(value: Any, path: BatchPath, size: int) -> bool:
-    """Whether it is a list of texts or numbers with one for each sample; else it has columns, or is for all samples."""
-    parts = take_apart(value)
-    is_root_tuple = path == _ROOT and isinstance(value, tuple)
-    if parts is None or not parts.is_list or is_root_tuple or len(value) != size or not is_plain(parts.values):
-        return False
-    if size > 1 and all(isinstance(inner, list | tuple) and len(inner) == size for inner in value):
-        raise _ambiguous(f"{path.code} has {size} columns, or {size} samples")
-    return True
+def _find_evidence(batch: object, shared: SharedKeys, size: int) -> str:
+    lists = []
+    for path, value in iterate(batch, _ROOT, shared):
+        if count_rows(value) == size:
+            return f"{path.code} has {size} rows"
+        if isinstance(value, list | tuple) and len(value) == size:
+            lists.append(f"{path.code} is a list of {size}")
+    return lists[0]
 
 
-def _ambiguous(reason: str) -> BatchSplitError:
-    return BatchSplitError(f"The batch layout is ambiguous: {reason}. To split it, {WAY_OUT}.")
+def _explain(batch: object, shared: SharedKeys, misfits: Mapping[int, _Misfit]) -> BatchSplitError:
+    for size, misfit in misfits.items():
+        return BatchSplitError(
+            f"{misfit.path.code} {misfit.found}, but the batch has {size} samples "
+            f"({_find_evidence(batch, shared, size)}). If it belongs to all samples, name it: "
+            f'shared_keys=["{misfit.path.shared_key}"]; if not, {WAY_OUT}.'
+        )
+    return BatchSplitError(
+        f"No entry of the batch shows how many samples it has: {describe(batch)}. To split it, {WAY_OUT}."
+    )
 
 
 _MAX_LENGTH = 160  # of the name of a shape
@@ -293,14 +428,12 @@ _MAX_LENGTH = 160  # of the name of a shape
 class BatchSplitter:
     """Finds the samples of batches, and cuts batches between them.
 
-    These follow the samples: tensors and NumPy arrays with a row for each, and lists of texts or numbers with an entry
-    for each, such as captions. These are for all samples: ``None``, numbers, texts, tensors without dimensions or with
-    one row, and ``shared_keys`` (such as ``"meta.weights"`` or ``"1.mask"``), which must be in every batch if
-    ``has_all_keys``. Lists of tensors or of containers hold columns: with one for each sample, such as pictures of
-    different sizes or targets of a detector, they are refused.
+    These follow the samples: tensors and NumPy arrays with a row for each, and lists with an entry for each, such as
+    captions, pictures of different sizes or targets of a detector. These are for all samples: ``None``, numbers, texts,
+    tensors without dimensions or with one row, and ``shared_keys`` (such as ``"meta.weights"`` or ``"1.mask"``), which
+    must be in every batch if ``has_all_keys``.
 
-    A batch whose only tensors are in lists that may hold samples as well is refused, unless earlier batches have shown
-    that these lists hold columns.
+    A list may hold columns or samples. If a batch leaves that open, the layout of its lists in earlier batches decides.
 
     Example:
         >>> import torch
@@ -315,27 +448,19 @@ class BatchSplitter:
     def __init__(self, shared_keys: Sequence[str] = (), *, has_all_keys: bool = True) -> None:
         self._shared = SharedKeys(shared_keys)
         self._has_all_keys = has_all_keys
-        self._columns: set[BatchPath] = set()  # lists that hold columns, though their entries are alike as samples are
+        self._known: dict[BatchPath, Role] = {}
 
     def batch_size(self, batch: Any) -> int:
         """Return the number of samples; ``BatchSplitError`` if none or several fit, or a shared key is missing."""
-        if self._has_all_keys:
-            self._shared.check(batch)
-        size, evidence = self._find_size(batch)
-        for path, value in iterate(batch, _ROOT, self._shared):
-            self._check(value, path, size, evidence)
-        are_tensors = isinstance(batch, list) and len(batch) > 1 and all(count_rows(one) is not None for one in batch)
-        if are_tensors and _ROOT not in self._columns and _may_be_samples(batch):
-            raise _ambiguous(f"{len(batch)} samples, or {len(batch)} columns of {size}")
-        return size
+        return self._read(batch).size
 
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """Cut a batch into parts of ``sizes`` samples, together all, in new containers around views of the tensors."""
-        size = self.batch_size(batch)
-        if min(sizes, default=0) < 1 or sum(sizes) != size:
-            raise ValueError(f"split(sizes) must be numbers above 0 that add up to {size}, got {list(sizes)}.")
+        layout = self._read(batch)
+        if min(sizes, default=0) < 1 or sum(sizes) != layout.size:
+            raise ValueError(f"split(sizes) must be numbers above 0 that add up to {layout.size}, got {list(sizes)}.")
         try:
-            return self._cut(batch, _ROOT, size, sizes)
+            return self._cut(batch, _ROOT, layout, sizes)
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             if is_out_of_memory(error):
                 raise
@@ -354,78 +479,35 @@ class BatchSplitter:
         leaves: list[Any] = [value for _, value in iterate(batch, _ROOT, self._shared) if count_rows(value) is not None]
         return sum(math.prod(leaf.shape) for leaf in leaves)
 
-    def _find_size(self, batch: Any) -> tuple[int, str]:
-        """Return the number of samples, and what shows it: tensors, or lists of texts if there are none."""
-        entries = list(iterate(batch, _ROOT, self._shared))
-        shown = [(rows, path, f"has {rows} rows") for path, rows in self._iterate_rows(batch, _ROOT) if rows]
-        if not shown:
-            if doubtful := [path for path, value in entries if count_rows(value)]:
-                raise _ambiguous(f"{doubtful[0].code} is in a list that may have columns, or samples")
-            shown = [
-                (len(value), path, f"is a list of {len(value)}")
-                for path, value in entries
-                if isinstance(value, list | tuple) and value and _has_one_for_each(value, path, len(value))
-            ]
-        if not shown:
-            raise BatchSplitError(
-                f"No entry of the batch shows how many samples it has: {describe(batch)}. To split it, {WAY_OUT}."
-            )
-        several = [rows for rows, _, _ in shown if rows > 1]
-        size = Counter(several).most_common(1)[0][0] if several else 1
-        return size, next(f"{path.code} {found}" for rows, path, found in shown if rows == size)
+    def _read(self, batch: Any) -> _Layout:
+        if self._has_all_keys:
+            self._shared.check(batch)
+        try:
+            layout = _find_layout(batch, self._shared, self._known)
+        except BatchSplitError:
+            if not self._known:
+                raise
+            layout = _find_layout(batch, self._shared, {})
+        if layout.size > 1:  # one sample is read alike either way
+            self._known |= layout.roles
+        return layout
 
-    def _iterate_rows(self, value: Any, path: BatchPath) -> Iterator[tuple[BatchPath, int]]:
-        """Yield the rows of tensors, but not of those in lists that may hold samples."""
-        if self._shared.cover(path):
-            return
-        rows = count_rows(value)
-        if rows is not None:
-            yield path, rows
-        parts = take_apart(value)
-        if parts is not None and not self._may_hold_samples(value, path):
-            for inner, child in zip(parts.values, path.children(parts), strict=True):
-                yield from self._iterate_rows(inner, child)
-
-    def _may_hold_samples(self, value: Any, path: BatchPath) -> bool:
-        """Whether entries of a list are alike, as samples are; a loader's own list of tensors holds columns."""
-        parts = take_apart(value)
-        if parts is None or not parts.is_list or path in self._columns or is_plain(parts.values):
-            return False
-        is_collated = path == _ROOT and (isinstance(value, tuple) or all(count_rows(one) is not None for one in value))
-        return not is_collated and is_uniform(parts.values)
-
-    def _check(self, value: Any, path: BatchPath, size: int, evidence: str) -> None:
-        """Refuse an entry that does not follow the samples, or may do so in two ways."""
-        rows = count_rows(value)
-        found = f"has {rows} rows ({describe(value)})" if rows not in (None, 1, size) else None
-        if rows is None and take_apart(value) is None and not is_constant(value):
-            found = f"has a type that cannot be split: {describe(value)}"
-        if found is not None:
-            raise BatchSplitError(
-                f"{path.code} {found}, but the batch has {size} samples ({evidence}). If it belongs to all samples, "
-                f'name it: shared_keys=["{path.shared_key}"]; if not, {WAY_OUT}.'
-            )
-        if size > 1 and self._may_hold_samples(value, path):
-            if len(value) == size:
-                raise _ambiguous(f"{path.code} has {size} columns, or {size} samples")
-            self._columns.add(path)
-
-    def _cut(self, value: Any, path: BatchPath, size: int, sizes: Sequence[int]) -> list[Any]:
+    def _cut(self, value: Any, path: BatchPath, layout: _Layout, sizes: Sequence[int]) -> list[Any]:
         parts = take_apart(value)
         starts = [sum(sizes[:position]) for position in range(len(sizes))]
-        if count_rows(value) == size and len(sizes) > 1 and not self._shared.cover(path):
-            return [_cut_rows(value, start, count) for start, count in zip(starts, sizes, strict=True)]
+        if count_rows(value) == layout.size and len(sizes) > 1 and not self._shared.cover(path):
+            return [_cut_rows(value, start, size) for start, size in zip(starts, sizes, strict=True)]
         if parts is None or self._shared.cover(path):
             return [value for _ in sizes]
-        if _has_one_for_each(value, path, size):
+        if layout.roles.get(path) == "samples":
             samples = [refresh(sample) for sample in parts.values]
-            return [parts.build(samples[start : start + count]) for start, count in zip(starts, sizes, strict=True)]
+            return [parts.build(samples[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
         children = zip(parts.values, path.children(parts), strict=True)
-        columns = [self._cut(inner, child, size, sizes) for inner, child in children]
+        columns = [self._cut(inner, child, layout, sizes) for inner, child in children]
         built = [parts.build([column[part] for column in columns]) for part in range(len(sizes))]
         if getattr(value, _PER_SAMPLE_ATTRIBUTE, None):
-            for part, start, count in zip(built, starts, sizes, strict=True):
-                setattr(part, _PER_SAMPLE_ATTRIBUTE, getattr(value, _PER_SAMPLE_ATTRIBUTE)[start : start + count])
+            for part, start, size in zip(built, starts, sizes, strict=True):
+                setattr(part, _PER_SAMPLE_ATTRIBUTE, getattr(value, _PER_SAMPLE_ATTRIBUTE)[start : start + size])
         return built
 
 

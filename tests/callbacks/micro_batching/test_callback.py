@@ -360,6 +360,21 @@ class RecordingLogger(pl.loggers.logger.DummyLogger):
         return None
 
 
+PICTURES = [torch.rand(3, 4 + number, 5) for number in range(8)]
+TARGETS = [{"boxes": torch.rand(number % 4, 4), "labels": torch.zeros(number % 4)} for number in range(8)]
+WITHOUT_SPLIT: dict[str, tuple[Any, Callable[[Any], Sequence[Any]]]] = {
+    "pictures and targets of a detector": ((PICTURES, TARGETS), lambda batch: batch[1]),
+    "pairs of a picture and its target": (
+        list(zip(PICTURES, TARGETS, strict=True)),
+        lambda batch: [target for _, target in batch],
+    ),
+    "tokens with lists of texts": (
+        {"input_ids": torch.ones(8, 5), "text": list("abcdefgh"), "words": [["a", "b"]] * 8},
+        lambda batch: batch["text"] if len(batch["text"]) == len(batch["words"]) == len(batch["input_ids"]) else [],
+    ),
+}
+
+
 class LitSizes(pl.LightningModule):
     """Notes the sizes that run, and runs out of memory with more than four samples."""
 
@@ -381,12 +396,11 @@ class LitSizes(pl.LightningModule):
 
 
 @pytest.mark.parametrize("size", [4, "auto"])
-def test_batches_with_texts_are_cut_without_a_function(make_trainer, size: Any) -> None:
-    batch = {"input_ids": torch.ones(8, 5), "text": list("abcdefgh"), "words": [["a", "b"]] * 8}
-    model = LitSizes(
-        lambda batch: batch["text"] if len(batch["text"]) == len(batch["words"]) == len(batch["input_ids"]) else []
-    )
+@pytest.mark.parametrize("kind", WITHOUT_SPLIT)
+def test_batches_of_detectors_and_texts_are_cut_without_a_function(make_trainer, kind: str, size: Any) -> None:
+    batch, read = WITHOUT_SPLIT[kind]
+    model = LitSizes(read)
     trainer = make_trainer(callbacks=[MicroBatching(size)], max_steps=1)
     trainer.fit(model, DataLoader([batch], batch_size=None, collate_fn=lambda one: one))
     assert [len(samples) for samples in model.samples] == [4, 4]
-    assert [text for samples in model.samples for text in samples] == batch["text"]
+    assert [str(one) for samples in model.samples for one in samples] == [str(one) for one in read(batch)]
