@@ -254,25 +254,33 @@ class MicroBatchSizes:
 _WHOLE = 2**62  # samples; larger than any batch
 
 
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks do with their batches."""
+
+    size: int  # samples per micro-batch
+    count: int | None  # how many micro-batches every rank runs; ``None`` where ranks may differ
+
+
 class AgreedSizes:
-    """Ranks propose, the smallest size holds; one runs out of memory, all of them halve. Sizes are samples."""
+    """Ranks propose, the smallest size holds; one runs out of memory, all of them halve."""
 
     def __init__(self, chooser: MicroBatchSizes, agreement: RankAgreement | None, *, has_equal_counts: bool) -> None:
         self._chooser = chooser
         self.retries = chooser.retries
         self._agreement = agreement  # between the ranks; ``None`` if there is one, or each decides for itself
         self.has_equal_counts = has_equal_counts  # whether all ranks must run the same number of micro-batches
-        self._smallest_batch = self._largest_batch = 0
+        self._largest_batch = 0
 
-    def start(self, facts: BatchFacts) -> int:
+    def start(self, facts: BatchFacts) -> Agreed:
         """Choose for a batch. A collective, unless sizes are fixed and counts free."""
         proposed = self._chooser.propose(facts.shape, facts.num_samples, facts.num_elements)
-        size, smallest, largest = _WHOLE if proposed is None else proposed, facts.num_samples, facts.num_samples
+        size = _WHOLE if proposed is None else proposed
+        self._largest_batch = facts.num_samples
         if self._agreement is not None and (self.retries or self.has_equal_counts):
-            negative, negative_smallest, largest = self._agreement.largest(-size, -smallest, largest)
-            size, smallest = -negative, -negative_smallest
-        self._smallest_batch, self._largest_batch = smallest, largest
-        return self._checked(min(size, largest))
+            negative, self._largest_batch = self._agreement.largest(-size, facts.num_samples)
+            size = -negative
+        return self._agreed(min(size, self._largest_batch))
 
     def has_failed(self, *, here: bool, timeout: timedelta | None = None) -> bool:
         """Whether a try ran out of memory on any rank. A collective."""
@@ -280,26 +288,20 @@ class AgreedSizes:
             return here
         return bool(self._agreement.largest(int(here), timeout=timeout)[0])
 
-    def halve(self, facts: BatchFacts, size: int, *, here: bool) -> int:
+    def halve(self, facts: BatchFacts, agreed: Agreed, *, here: bool) -> Agreed:
         """Choose again, after a try that ran out of memory."""
-        self._chooser.note_failure(facts.shape, size, facts.elements_of(size) if here else None)
-        return self._checked((size + 1) // 2)
+        self._chooser.note_failure(facts.shape, agreed.size, facts.elements_of(agreed.size) if here else None)
+        return self._agreed((agreed.size + 1) // 2)
 
-    def settle(self, facts: BatchFacts, size: int) -> None:
+    def settle(self, facts: BatchFacts, agreed: Agreed) -> None:
         """A batch ran through."""
-        if self.retries:
-            tried = size if size < facts.num_samples else None
-            self._chooser.note_success(facts.shape, tried, facts.elements_of(size))
+        if not self.retries:
+            return
+        size = agreed.size if agreed.size < facts.num_samples else None
+        self._chooser.note_success(facts.shape, size, facts.elements_of(agreed.size))
 
-    def _checked(self, size: int) -> int:
-        smallest, largest = self._smallest_batch, self._largest_batch
-        if self.has_equal_counts and -(-smallest // size) != -(-largest // size):
-            raise BatchSplitError(
-                f"Ranks have batches of {smallest} and {largest} samples, so that micro-batches of {size} are not "
-                "equally many on all ranks, which wait for one another in each forward. Give all ranks batches of one "
-                "size, as drop_last=True does."
-            )
-        return size
+    def _agreed(self, size: int) -> Agreed:
+        return Agreed(size, -(-self._largest_batch // size) if self.has_equal_counts else None)
 
 
 class NormCounting:

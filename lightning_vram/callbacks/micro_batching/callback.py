@@ -337,8 +337,8 @@ class MicroBatching(FitTechnique):
     sizes)``; outputs that cannot be joined are an error in evaluation and a list in training.
 
     Under DDP with ``"auto"``, gradients are reduced after the backward; with a fixed size the reduction overlaps the
-    backward as usual. Under FSDP2 and with SyncBatchNorm all ranks must have equally many micro-batches, and an
-    out-of-memory error on some ranks only is raised, because the others wait in a collective.
+    backward as usual. Under FSDP2 and with SyncBatchNorm all ranks run equally many micro-batches; an out-of-memory
+    error on some ranks only is raised, because the others wait in a collective.
 
     Args:
         size: Maximum number of samples per micro-batch, or ``"auto"``. Micro-batches are as few and as equal as
@@ -363,7 +363,7 @@ class MicroBatching(FitTechnique):
             ``training_step`` that takes ``dataloader_iter``; with ``"auto"`` also if DDP's reducer is required
             (communication hooks, ``static_graph``), and under FSDP2 before PyTorch 2.13.
         BatchSplitError: In the first batch, if it cannot be split; with ``"auto"`` only if an entry of ``shared_keys``
-            is missing. Under FSDP2 and with SyncBatchNorm if ranks have different numbers of micro-batches.
+            is missing.
 
     Attributes:
         micro_batch_size: Samples per micro-batch in the last training batch, also logged as ``vram/micro_batch_size``

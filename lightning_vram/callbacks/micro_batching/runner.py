@@ -7,7 +7,7 @@ the start.
 import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -27,7 +27,7 @@ from lightning_vram.core.ranks import RankAgreementError
 from lightning_vram.memory.device.accelerators import empty_cache, has_cache
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory, release_frames
 from lightning_vram.private_names.lightning import running_results
-from lightning_vram.techniques.micro_batching import AgreedSizes, BatchCutter, BatchFacts, NormCounting
+from lightning_vram.techniques.micro_batching import Agreed, AgreedSizes, BatchCutter, BatchFacts, NormCounting
 from lightning_vram.techniques.sharding import discard_failed_iteration
 
 Output = TypeVar("Output")
@@ -43,6 +43,7 @@ class MicroBatch:
     factor: float  # of the loss
     is_first: bool
     is_last: bool
+    is_idle: bool = False  # runs because other ranks have one more, and counts for nothing
     batch_dim: int = 0
 
 
@@ -92,26 +93,26 @@ class MicroBatchRunner:
             self._state.take(batch, list(find_parameters()))
             if not zeroes:  # a forward that fails makes FSDP2 drop those of the batches before
                 self._state.take_gradients()
-        size = self._sizes.start(facts)
+        agreed = self._sizes.start(facts)
         while True:
             started = time.monotonic()
             results = running_results(self._trainer)
             logging = BatchLogging(results) if results is not None else None
-            outputs, error = self._attempt(batch, facts, size, step, logging)
+            outputs, error = self._attempt(batch, facts, agreed, step, logging)
             if not self.retries or not self._has_failed(error, started):
                 break
             has_freed = self._free_memory(error)
-            if not has_freed and (size == 1 or (self._relief is not None and not self._relief.may_cut)):
+            if not has_freed and (agreed.size == 1 or (self._relief is not None and not self._relief.may_cut)):
                 raise self._give_up(error, facts.why_whole)
             self._undo()
-            size = size if has_freed else self._shrink(facts, size, error)
+            agreed = agreed if has_freed else self._shrink(facts, agreed, error)
         self._state.settle()
         if logging is not None:
             logging.replay()
         if len(outputs) == 1:
             _hand_back(batch, outputs[0][0].batch)
-        self._sizes.settle(facts, size)
-        self.size = min(size, facts.num_samples) if facts.why_whole is None else None
+        self._sizes.settle(facts, agreed)
+        self.size = min(agreed.size, facts.num_samples) if facts.why_whole is None else None
         return outputs
 
     def take_gradients(self) -> None:
@@ -140,53 +141,71 @@ class MicroBatchRunner:
             empty_cache(device)
 
     def _attempt(
-        self, batch: Any, facts: BatchFacts, size: int, step: Step[Output], logging: BatchLogging | None
+        self, batch: Any, facts: BatchFacts, agreed: Agreed, step: Step[Output], logging: BatchLogging | None
     ) -> tuple[list[tuple[MicroBatch, Output]], Exception | None]:
         """Returns an out-of-memory error rather than raising it: its traceback would keep the graph alive."""
         try:
-            return self._run_parts(self._cut(batch, facts, size), step, logging), None
+            return self._run_parts(self._cut(batch, facts, agreed), step, logging), None
         except Exception as error:
             if not self.retries or not is_out_of_memory(error):
                 raise
-            if size > 1:  # of a single sample it is what the user gets to see
+            if agreed.size > 1:  # of a single sample it is what the user gets to see
                 release_frames(error)
             return [], error
 
     def _run_parts(
         self, parts: Sequence[MicroBatch], step: Step[Output], logging: BatchLogging | None
     ) -> list[tuple[MicroBatch, Output]]:
-        """Return what ``step`` returned of each part."""
+        """Return what ``step`` returned of each part, without the idle ones."""
         module = self._trainer.lightning_module
+        counted = [part for part in parts if not part.is_idle]
         listeners: list[BatchLogging | ShownValues | NormCounting] = [logging] if logging is not None else []
-        if len(parts) > 1 or self.retries:  # a metric would hold the graph of a failed try
+        if len(counted) > 1 or self.retries:  # a metric would hold the graph of a failed try
             listeners.append(ShownValues(module))
-        if len(parts) > 1 and self._is_training:
-            listeners.append(NormCounting(module, sum(part.size for part in parts)))
+        if len(counted) > 1 and self._is_training:
+            listeners.append(NormCounting(module, sum(part.size for part in counted)))
         outputs = []
         with ExitStack() as stack:
             for listener in listeners:
                 stack.enter_context(listener)
-            for number, part in enumerate(parts, 1):
+            for number, part in enumerate(counted, 1):
                 for listener in listeners:
                     listener.begin_part(part.size, part.share)
                 lent = replace(part, batch=self._state.lend(part.batch))
                 try:
                     outputs.append((lent, step(lent)))
                 except Exception as error:
-                    _note_part(error, number, len(parts))
+                    _note_part(error, number, len(counted))
                     raise
+            for part in parts[len(counted) :]:
+                self._run_idle(part, step)
         return outputs
 
-    def _cut(self, batch: Any, facts: BatchFacts, size: int) -> list[MicroBatch]:
-        is_whole = size >= facts.num_samples and not self.retries
-        parts = [(batch, facts.num_samples)] if is_whole else self._cutter.cut(batch, facts, size)
-        shares = self._find_shares([part for part, _ in parts], [count for _, count in parts])
-        last, dim = len(parts) - 1, self._cutter.batch_dim
+    def _run_idle(self, part: MicroBatch, step: Step[Output]) -> None:
+        state = StepState(self._trainer.lightning_module, self._trainer.strategy.root_device).take()
+        results = running_results(self._trainer)
+        with BatchLogging(results) if results is not None else nullcontext():  # without replay
+            try:
+                step(replace(part, batch=self._state.lend(part.batch)))
+            finally:
+                state.restore()
+
+    def _cut(self, batch: Any, facts: BatchFacts, agreed: Agreed) -> list[MicroBatch]:
+        is_whole = agreed.size >= facts.num_samples and not self.retries
+        parts = [(batch, facts.num_samples)] if is_whole else self._cutter.cut(batch, facts, agreed.size)
+        shares = self._find_shares([part for part, _ in parts], [size for _, size in parts])
+        num_idle = max(0, agreed.count - len(parts)) if agreed.count is not None else 0
+        last = len(parts) - 1 + num_idle
         factors = [1.0] * len(parts) if self._losses_are_sums else shares
-        return [
-            MicroBatch(part, count, shares[i], factors[i], is_first=i == 0, is_last=i == last, batch_dim=dim)
-            for i, (part, count) in enumerate(parts)
+        dim = self._cutter.batch_dim
+        micro_batches = [
+            MicroBatch(part, size, share, factors[number], is_first=number == 0, is_last=number == last, batch_dim=dim)
+            for number, ((part, size), share) in enumerate(zip(parts, shares, strict=True))
         ]
+        part, size = parts[-1]
+        for number in range(len(parts), last + 1):
+            micro_batches.append(MicroBatch(part, size, 0.0, 0.0, is_first=False, is_last=number == last, is_idle=True))
+        return micro_batches
 
     def _find_shares(self, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
         try:
@@ -220,9 +239,9 @@ class MicroBatchRunner:
             release_frames(error)  # they hold the graph
         return True
 
-    def _shrink(self, facts: BatchFacts, size: int, error: Exception | None) -> int:
-        smaller = self._sizes.halve(facts, size, here=error is not None)
-        rank_zero_info(f"MicroBatching: out of memory with {size} samples at once, now {smaller}.")
+    def _shrink(self, facts: BatchFacts, agreed: Agreed, error: Exception | None) -> Agreed:
+        smaller = self._sizes.halve(facts, agreed, here=error is not None)
+        rank_zero_info(f"MicroBatching: out of memory with {agreed.size} samples at once, now {smaller.size}.")
         return smaller
 
     def _give_up(self, error: Exception | None, why_whole: str | None) -> Exception:

@@ -36,17 +36,17 @@ from lightning_vram.private_names.dispatcher import copy_each
 from lightning_vram.private_names.fsdp2 import local_shard
 from lightning_vram.private_names.lightning import Metadata, ResultCollection, default_dtype
 from lightning_vram.private_names.metrics import show_value, shown_value
-from lightning_vram.private_names.torch import num_writes, own_buffers
+from lightning_vram.private_names.torch import num_writes, own_buffers, own_parameters
 
 
 class StepState:
     """The state of a module, its gradients, the global generators and the batch before a step that may run again.
 
     :meth:`take` it before the step, :meth:`restore` it as often as the step has failed, :meth:`settle` when it counts.
-    Restored are attributes of all modules (:class:`AttributeState`), generators, buffers, the states of metrics, and
-    other plain tensor attributes of up to 1 MiB. It blocks on no device and copies small tensors only, except for its
-    first two times. Not restored: parameters' values and ``requires_grad``, objects of other kinds that change inside,
-    tensors in containers that are written in place, and parameters under FSDP1.
+    Restored are attributes of all modules (:class:`AttributeState`), ``requires_grad``, generators, buffers, the states
+    of metrics, and other plain tensor attributes of up to 1 MiB. It blocks on no device and copies small tensors only,
+    except for its first two times. Not restored: parameters' values, objects of other kinds that change inside, tensors
+    in containers that are written in place, and parameters under FSDP1.
 
     The step gets its batch, and cannot run again if it wrote into it; of tensors that count no writes it gets copies.
     """
@@ -63,6 +63,7 @@ class StepState:
         self._attributes: list[AttributeState] = []
         self._copies: list[BufferCopy] = []
         self._states: list[tuple[Tensor, Tensor]] = []  # of metrics, which make new ones in every step
+        self._requires_grad: list[tuple[Tensor, bool]] = []
         self._generators: list[tuple[Callable[[Any], object], Any]] = []
         self._versions: list[tuple[Tensor, int]] = []  # of the batch
         self._lends_copies = False
@@ -80,6 +81,12 @@ class StepState:
         small = [one for state in others for one in _plain(state) if num_bytes_of(one) <= ALWAYS_COPIED_BYTES]
         self._copies = self._buffers.take([*buffers, *small])
         self._states = [(one, one.detach().clone()) for state in metrics for one in _plain(state)]
+        self._requires_grad = [
+            (parameter, parameter.requires_grad)
+            for member in members
+            for parameter in own_parameters(member).values()
+            if parameter is not None
+        ]
         self._generators = [(write, read()) for read, write in global_sources(self._device).values()]
         tensors = list(_iterate_tensors(batch))
         self._lends_copies = any(one.is_inference() for one in tensors)  # in evaluation
@@ -107,6 +114,9 @@ class StepState:
         for tensor, value in self._states:
             with torch.inference_mode(mode=tensor.is_inference()), torch.no_grad():
                 tensor.copy_(value)
+        for parameter, requires_grad in self._requires_grad:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
         for write, state in self._generators:
             write(state)
 

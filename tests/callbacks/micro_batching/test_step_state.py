@@ -55,6 +55,7 @@ class Busy(nn.Module):
         self.flag = True
         self.new = 1
         self.layer.eval()
+        self.layer.weight.requires_grad_(False)
         self.handle = self.layer.register_forward_hook(lambda *_: None)
         self.noisy = torch.randn(3, generator=self.noise)
         return self.layer(self.norm(inputs)) + torch.rand(3)
@@ -74,8 +75,9 @@ def by_value(item):
 
 def everything(module):
     attributes = [by_value(vars(member)) for member in module.modules()]
+    requires_grad = [parameter.requires_grad for parameter in module.parameters()]
     numpy = by_value([part.tolist() if hasattr(part, "tolist") else part for part in np.random.get_state()])
-    return attributes, torch.get_rng_state().tolist(), random.getstate(), numpy
+    return attributes, requires_grad, torch.get_rng_state().tolist(), random.getstate(), numpy
 
 
 def test_whatever_a_forward_does_is_taken_back_each_time():
@@ -94,6 +96,7 @@ def test_whatever_a_forward_does_is_taken_back_each_time():
         assert all(buffers[name] is buffer for name, buffer in module.named_buffers())
         module.train()(torch.randn(4, 3))
         module.handle.remove()
+        module.layer.weight.requires_grad_(True)
 
 
 def test_parameters_that_a_forward_exchanges_come_back():
