@@ -20,6 +20,7 @@ from lightning_vram.core.batches.splitting import (
     count_rows,
     describe,
     describe_all,
+    is_plain,
     iterate,
     refresh,
     take_apart,
@@ -29,6 +30,7 @@ from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.private_names.torch import NormBase
 
 _WAY = f"To split it, {WAY_OUT}."
+_SEQUENCE_DIMS = (2, 3)  # [T, B] of tokens, [T, B, D]
 SplitFunction = Callable[[Any, int], Sequence[Any]]
 
 
@@ -51,7 +53,7 @@ class BatchCutter:
 
     ``split(batch, size)`` returns micro-batches of ``size`` samples, the last one with the remainder. Tensors with too
     few dimensions for ``batch_dim`` are cut along their first. ``time_first`` names a layer that takes time before
-    samples: no batch is cut then.
+    samples: batches that do not show where their samples are cannot be cut then.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class BatchCutter:
         num_samples = self._count(moved) if self._split is None else len(self._split(batch, 1))
         if num_samples < 1:
             raise SplitArgumentError(f"split_batch(batch, 1) returned no micro-batch for a {type(batch).__name__}.")
-        if self._time_first is not None:
+        if self._time_first is not None and not self._shows_samples(batch, num_samples):
             raise BatchSplitError(
                 f"The module's layer {self._time_first!r} has batch_first=False, so dimension 0 of the batch may be "
                 f"time ({describe_all(batch)}). Pass batch_dim=1 to MicroBatching if it is, batch_dim=0 if it is not, "
@@ -103,6 +105,16 @@ class BatchCutter:
             if is_out_of_memory(error):
                 raise
             raise BatchSplitError(f"batch_dim= cannot rebuild a micro-batch: {error} Please {WAY_OUT}.") from error
+
+    def _shows_samples(self, batch: Any, num_samples: int) -> bool:
+        """Whether something has an entry for each sample that has no time: labels, images, a list of texts."""
+        for _, value in iterate(batch, BatchPath(), self._shared):
+            parts = take_apart(value)
+            if parts is not None and parts.is_list and len(parts.values) == num_samples and is_plain(parts.values):
+                return True
+            if count_rows(value) == num_samples and getattr(value, "ndim", 0) not in _SEQUENCE_DIMS:
+                return True
+        return False
 
     def _refuse_samples_first(self, batch: Any, num_samples: int) -> None:
         """Refuse what has its samples in dimension 0, and something else in ``batch_dim``: targets ``[B, 1]``."""

@@ -350,8 +350,8 @@ class MicroBatching(FitTechnique):
         shared_keys: Names of batch entries that belong to all samples, at any depth.
         split: A function ``split(batch, size)``, like ``split_batch``, for a module without that method.
         batch_dim: Dimension of the samples, such as 1 for ``[T, B, D]``; tensors with fewer dimensions are split along
-            their first. ``None``: 0, and an error (with ``"auto"`` a warning) if the module has a recurrent layer or
-            attention with ``batch_first=False``, since the batch may be ``[T, B, D]``.
+            their first. ``None``: 0, and an error (with ``"auto"`` a warning) if the batch may be ``[T, B, D]`` because
+            the module has a recurrent layer or attention with ``batch_first=False``.
         regrow_after_n_batches: With ``"auto"``, the number of batches of one shape after which the double size is tried
             again; each failure doubles the number. ``None`` never tries.
         eval: ``size`` for validation, test and prediction steps; ``None`` leaves them unchanged.

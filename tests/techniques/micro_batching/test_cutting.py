@@ -123,8 +123,21 @@ def test_shared_entries_are_not_cut_along_it_and_arrays_are_refused():
         cutter.measure({"x": x, "y": numpy.zeros((6, 4))})
 
 
-def test_a_batch_that_may_be_time_first_is_refused_where_the_module_takes_such():
-    cutter, batch = BatchCutter(time_first="encoder.rnn"), (torch.zeros(6, 4, 8), torch.zeros(6))
+UNCLEAR = {
+    "tokens": torch.zeros(6, 4, dtype=torch.long),
+    "sequences": (torch.zeros(6, 4, 8), torch.zeros(6, 4, 8)),
+    "one sequence": torch.zeros(6, 4, 8),
+}
+CLEAR = {
+    "labels": (torch.zeros(6, 4, 8), torch.zeros(6)),
+    "images": {"image": torch.zeros(6, 3, 4, 4), "tokens": torch.zeros(6, 5)},
+    "texts": {"x": torch.zeros(6, 4, 8), "text": list("abcdef")},
+}
+
+
+@pytest.mark.parametrize("batch", UNCLEAR.values(), ids=UNCLEAR)
+def test_a_batch_that_may_be_time_first_is_refused_where_the_module_takes_such(batch):
+    cutter = BatchCutter(time_first="encoder.rnn")
     with pytest.raises(
         BatchSplitError, match=r"layer 'encoder\.rnn' has batch_first=False.*batch_dim=1.*batch_dim=0.*split="
     ):
@@ -132,6 +145,17 @@ def test_a_batch_that_may_be_time_first_is_refused_where_the_module_takes_such()
     facts = cutter.measure_or_keep_whole(batch)
     assert facts.why_whole is not None
     assert BatchCutter().measure(batch).num_samples == 6
+
+
+def test_shared_entries_do_not_show_where_samples_are():
+    batch = {"x": torch.zeros(6, 4, 8), "decay": torch.zeros(6)}
+    with pytest.raises(BatchSplitError, match="has batch_first=False"):
+        BatchCutter(["decay"], time_first="rnn").measure(batch)
+
+
+@pytest.mark.parametrize("batch", CLEAR.values(), ids=CLEAR)
+def test_what_has_an_entry_for_each_sample_shows_where_they_are(batch):
+    assert BatchCutter(time_first="encoder.rnn").measure(batch).num_samples == 6
 
 
 @pytest.mark.parametrize(
