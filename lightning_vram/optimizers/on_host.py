@@ -30,6 +30,7 @@ from lightning_vram.optimizers.step_round import (
     WholeSteps,
     can_step_wholes,
     iterate_parameters,
+    list_tensors,
     refuse_optimizer,
     scale_gradients,
     why_not_steppable,
@@ -292,10 +293,7 @@ class HostOptimizers(StepTakeOver):
         states = self._taken[step_round.optimizer]
         states.adopt(members, self._worker.drain if self._worker is not None else self.finish)
         self._fresh += [one for one in members if not one.state and one.parameter not in self._stateless]
-        # User code sees gradients and states. Each state is copied at once: the submitted step may be adding to it.
-        values = [value for one in members for value in (one.own_gradient, *one.state.values())]
-        watched = [value for value in values if isinstance(value, Tensor)]
-        self.work_beside(partial(states.step, step_round, group, members), group, watched)
+        self.work_beside(partial(states.step, step_round, group, members), group, list_tensors(members))
 
     def work_beside(
         self, job: Callable[[], None], group: ShardedGroup, watched: Iterable[Tensor], *, is_reader: bool = False

@@ -368,6 +368,13 @@ def as_sharded(value: Any, parameter: nn.Parameter, shape: torch.Size) -> Any:
     return DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
+def list_tensors(members: Iterable[Member]) -> list[Tensor]:
+    """Return the gradients and states of a step, as user code sees them."""
+    # Each state is copied at once: the submitted step may be adding to it.
+    found = [value for one in members for value in (one.own_gradient, *one.state.values())]
+    return [value for value in found if isinstance(value, Tensor)]
+
+
 def make_proxy(shard: Tensor, gradient: Tensor) -> nn.Parameter:
     """Return a parameter over ``shard`` that has a gradient."""
     proxy = nn.Parameter(shard)

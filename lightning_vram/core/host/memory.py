@@ -105,7 +105,8 @@ class ChunkedSpace(ABC, Generic[Space]):
             return block
 
     def _grow(self, missing_bytes: int) -> None:
-        sizes, last = [], self._last_size
+        sizes: list[int] = []
+        last = self._last_size
         while missing_bytes > sum(sizes):
             last = min(2 * last, LARGEST_CHUNK_BYTES) or FIRST_CHUNK_BYTES
             sizes.append(last)
