@@ -28,8 +28,6 @@ EXCEPTIONS = {
     ("core.host.transfers", "started.wait()"): "sets the number of threads; nothing is on the device",
     ("core.host.transfers", "ticket._is_done.wait(PATIENCE_SECONDS)"): "the loop around it would go round without it",
     ("core.ranks", "work.wait()"): "several ranks, by gloo: tests/core/processes",
-    ("core.ranks", "store.wait([own], timeout)"): "several processes",
-    ("core.ranks", "store.wait(keys, timeout)"): "several processes",
     (
         "callbacks.micro_batching.step_state",
         "self.value.copy_(self.tensor.detach(), non_blocking=self.value.is_pinned())",
