@@ -188,7 +188,7 @@ class _Sizes:
                 self.add(size, traced)
         return size in self.needs
 
-    def law(self, sizes: Sequence[int]) -> "SizeLaw | None":
+    def law(self, sizes: Sequence[int]) -> SizeLaw | None:
         """Return the law of steps of these sizes, or of parts or multiples of the first, if the model takes them."""
         start = sizes[0]
         for points in (sizes, (start, start // 2, start // 4), (start, 2 * start, 3 * start)):
