@@ -87,7 +87,6 @@ _OF_BOTH = {
     "device_memory": Option(str | int | None, None, "Memory of a GPU that is not in the list, such as 24GiB."),
     "devices": Option(int | None, None, "GPUs per node. Default: trainer.devices if it is a number."),
     "num_nodes": Option(int | None, None, "Number of nodes. Default: trainer.num_nodes."),
-    "precision": Option(Any, None, "Instead of trainer.precision."),
     "run_callbacks": Option(
         list[str], [], "Names of your own callbacks that change the module or the step: '[FreezeEncoder]'."
     ),

@@ -298,8 +298,6 @@ class DryRunCLI(LightningCLI):
             check_picture_path(Path(config.plot))
         if config.batch.shape is not None:
             self._batch = make_batch(config.batch.shape, config.batch.dtype, config.batch.high)
-        if config.precision is not None:
-            config.trainer.precision = config.precision
         self.trainer_class = dict  # type: ignore[assignment]  # called with the arguments of a Trainer, which is all we want
 
     @override

@@ -195,14 +195,11 @@ def fastest(tried: Iterable[Measured], fits: Callable[[Measured], bool]) -> Meas
 
 class _Search:
     def __init__(self, measure: Measure, workload: Workload, remedies: Remedies) -> None:
-        self._measure = measure
-        self._workload, self._fits = workload, workload.fits
-        self._budget_bytes = workload.budget_bytes
-        self._remedies = remedies
+        self._measure, self._remedies, self._tiles = measure, remedies, remedies.tiles
+        self._workload, self._fits, self._budget_bytes = workload, workload.fits, workload.budget_bytes
         self._tried: list[Measured] = []
         self._sets: list[Measured] = []  # of those, the ones about states
         self._refused: list[Part] = []
-        self._tiles = remedies.tiles
 
     def run(self) -> Found:
         baseline = self._run(Scheme())

@@ -1,6 +1,6 @@
 """The same fit with and without what saves memory: did it fit, is it still right, how much slower."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +8,8 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_vram.memory.device.measurement import Measurement
-from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.report.tables import NOT_KNOWN, add_names, add_numbers, format_seconds, label
+from lightning_vram.report.tables import NOT_KNOWN, add_names, add_numbers, add_peaks, format_seconds
 
 OUT_OF_MEMORY = "out of memory"
 
@@ -50,24 +49,13 @@ def comparison_table(baseline: FitResult, optimized: FitResult, parts: str) -> T
     add_numbers(table, "baseline", "with lightning_vram", "ratio")
 
     fits = (baseline, optimized)
+    missing = [OUT_OF_MEMORY if fit.weights is None else NOT_KNOWN for fit in fits]
 
-    def add(name: str, read: Callable[[Measurement], int | None], *, ends_section: bool = False) -> None:
-        sizes = [None if fit.peak is None else read(fit.peak) for fit in fits]
-        if any(size is not None for size in sizes):
-            missing = [OUT_OF_MEMORY if fit.weights is None else NOT_KNOWN for fit in fits]
-            cells = [text if size is None else format_bytes(size) for text, size in zip(missing, sizes, strict=True)]
-            table.add_row(name, *cells, _ratio(*sizes), end_section=ends_section)
+    def cells(sizes: list[int | None]) -> list[str]:
+        known = [text if size is None else format_bytes(size) for text, size in zip(missing, sizes, strict=True)]
+        return [*known, _ratio(*sizes)]
 
-    for category in Category:
-        add(label(category), lambda peak, category=category: peak.peak_by_category.get(category))  # type: ignore[misc]
-    table.add_section()
-    if any(fit.peak is not None and fit.peak.source == "allocator" for fit in fits):
-        add("all, tracked", lambda peak: sum(peak.peak_by_category.values()) or None)
-        add("max_memory_allocated", lambda peak: peak.peak_allocated_bytes)
-        add("max_memory_reserved", lambda peak: peak.peak_reserved_bytes, ends_section=True)
-    else:
-        add("all", lambda peak: peak.peak_allocated_bytes, ends_section=True)
-    add("saved for backward", lambda peak: peak.saved_for_backward_bytes, ends_section=True)
+    add_peaks(table, [fit.peak for fit in fits], cells)
     times = baseline.seconds_per_batch, optimized.seconds_per_batch
     table.add_row("time per step", *map(format_seconds, times), _ratio(*times))
     return table

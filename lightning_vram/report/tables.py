@@ -5,6 +5,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from textwrap import wrap
 
 from rich.console import Console, RenderableType
@@ -13,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_vram.memory.device.measurement import Measurement, largest
-from lightning_vram.memory.tracking.timeline import Category, Phase
 from lightning_vram.memory.units import format_bytes
 
 NOT_KNOWN = "-"
@@ -105,36 +105,43 @@ class Rows:
         return f"<table><tr>{first}</tr>{body}</table>"
 
 
+def _sections(peak: Measurement) -> list[dict[str, int | None]]:
+    return [
+        {
+            "peak allocated": peak.peak_allocated_bytes,
+            "peak reserved": peak.peak_reserved_bytes,
+            "allocated after": peak.allocated_bytes,
+            "reserved after": peak.reserved_bytes,
+            "saved for backward": peak.saved_for_backward_bytes,
+            "host peak": peak.host_peak_bytes or None,
+        },
+        {f"during {label(phase)}": size for phase, size in peak.peak_by_phase.items()},
+        {label(category): size for category, size in peak.peak_by_category.items()},
+        {literal(module) or "(no module)": size for module, size in peak.peak_by_module.items()},
+    ]
+
+
+def add_peaks(
+    table: Table, peaks: Sequence[Measurement | None], cells: Callable[[list[int | None]], Sequence[str]]
+) -> None:
+    """Add what is known of readings, a column for each; ``cells`` writes the sizes of a row."""
+    for section in zip(*(_sections(peak) if peak is not None else [{}] * 4 for peak in peaks), strict=True):
+        for name in dict.fromkeys(chain(*section)):
+            sizes = [one.get(name) for one in section]
+            if any(size is not None for size in sizes):
+                table.add_row(name, *cells(sizes))
+        table.add_section()
+
+
 def memory_table(measurements: Sequence[Measurement]) -> Table:
     """One column per stage: the reading with the highest peak, by phase, category and module."""
-    stages = list(dict.fromkeys(measurement.stage for measurement in measurements))
+    stages = dict.fromkeys(measurement.stage for measurement in measurements)
     peaks = [largest(m for m in measurements if m.stage == stage) for stage in stages]
     sources = ", ".join(dict.fromkeys(f"{peak.device} ({peak.source})" for peak in peaks))
     table = Table(title=f"Peak memory on {literal(sources)}, {len(measurements)} readings", title_justify="left")
     add_names(table, "")
     add_numbers(table, *(f"{literal(peak.stage)}\nepoch {peak.epoch}\nbatch {peak.batch_idx}" for peak in peaks))
-
-    def add(name: str, read: Callable[[Measurement], int | None]) -> None:
-        sizes = [read(peak) for peak in peaks]
-        if any(size is not None for size in sizes):
-            table.add_row(name, *(NOT_KNOWN if size is None else format_bytes(size) for size in sizes))
-
-    add("peak allocated", lambda peak: peak.peak_allocated_bytes)
-    add("peak reserved", lambda peak: peak.peak_reserved_bytes)
-    add("allocated after", lambda peak: peak.allocated_bytes)
-    add("reserved after", lambda peak: peak.reserved_bytes)
-    add("saved for backward", lambda peak: peak.saved_for_backward_bytes)
-    add("host peak", lambda peak: peak.host_peak_bytes or None)
-    table.add_section()
-    for phase in Phase:
-        add(f"during {label(phase)}", lambda peak, phase=phase: peak.peak_by_phase.get(phase))  # type: ignore[misc]
-    table.add_section()
-    for category in Category:
-        add(label(category), lambda peak, kind=category: peak.peak_by_category.get(kind))  # type: ignore[misc]
-    table.add_section()
-    modules = dict.fromkeys(module for peak in peaks for module in peak.peak_by_module)
-    for module in modules:
-        add(literal(module) or "(no module)", lambda peak, name=module: peak.peak_by_module.get(name))  # type: ignore[misc]
+    add_peaks(table, peaks, lambda sizes: [NOT_KNOWN if size is None else format_bytes(size) for size in sizes])
     times = [m.seconds_per_batch for m in measurements if m.seconds_per_batch is not None]
     if times:
         table.caption = f"Median time per training batch: {format_seconds(times[-1])}."

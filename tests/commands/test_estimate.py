@@ -92,7 +92,7 @@ def test_it_takes_the_files_of_fit_and_makes_no_trainer(path, asked, monkeypatch
 
 
 def test_arguments_of_the_trainer_are_made_but_no_trainer(asked):
-    main(["estimate", QUICKSTART, *DEVICE, "--trainer.strategy=fsdp_offload", "--precision=bf16-mixed"])
+    main(["estimate", QUICKSTART, *DEVICE, "--trainer.strategy=fsdp_offload", "--trainer.precision=bf16-mixed"])
     trainer = asked["trainer"]
     assert (trainer["strategy"], trainer["precision"], trainer["max_steps"]) == ("fsdp_offload", "bf16-mixed", 30)
     assert [type(callback).__name__ for callback in trainer["callbacks"]] == ["VRAMMonitor", "AutoVRAM"]

@@ -79,7 +79,7 @@ def test_it_asks_for_what_the_configuration_says(asked):
         "--allow=any",
         "--trainer.devices=4",
         "--num_nodes=2",
-        "--precision=bf16-mixed",
+        "--trainer.precision=bf16-mixed",
     ]
     main(["plan", QUICKSTART, *DEVICE, *arguments])
     assert isinstance(asked["module"], lightning_vram.demos.ByteGPT)

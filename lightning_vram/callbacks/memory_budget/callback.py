@@ -29,6 +29,7 @@ from lightning_vram.estimation.running_trainer import (
     forget_shared,
     limit_bytes,
 )
+from lightning_vram.estimation.traced_fit import reason_of
 from lightning_vram.memory.device.accelerators import PeakWatch, ProcessLimit, can_limit, has_cache
 from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate
 from lightning_vram.memory.tracking.timeline import Category
@@ -179,8 +180,7 @@ def _judge(
             largest = estimator.max_batch_size()
             estimate = replace(estimate, max_batch_size=largest.size, batch_size_refusal=largest.refusal)
     except Exception as error:  # a step on tensors without values may fail where the run does not
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
-        message = f"MemoryBudget cannot estimate whether the run fits: {reason}. Training continues."
+        message = f"MemoryBudget cannot estimate whether the run fits: {reason_of(error)}. Training continues."
         return message, None, {}
     expected = {name: stage.allocated_bytes for name, stage in estimate.stages.items()}
     message = f"MemoryBudget: {verdict(estimate)}."

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_vram.argument_checks import check_bool, check_kind, check_positive_int
+from lightning_vram.argument_checks import check_kind, check_positive_int
 from lightning_vram.callbacks.hook_points import check_trainer, refuse_several
 from lightning_vram.callbacks.vram_monitor.out_of_memory import LastBatches, explain
 from lightning_vram.core.patching import MethodPatch
@@ -101,8 +101,7 @@ class VRAMMonitor(Callback):
     ) -> None:
         if every_n_batches is not None:
             check_positive_int("VRAMMonitor(every_n_batches)", every_n_batches)
-        if track is not None:
-            check_bool("VRAMMonitor(track)", track)
+        check_kind("VRAMMonitor(track)", track, bool | None, "True, False or None")
         check_kind("VRAMMonitor(path)", path, str | Path | None, "text, a Path or None")
         if path is not None and not Path(path).name:  # "" and "." are folders
             raise ValueError(f"VRAMMonitor(path) must name a file, got {str(path)!r}. path=None writes no file.")

@@ -24,7 +24,7 @@ from lightning_vram.callbacks.hook_points import FitTechnique
 from lightning_vram.estimation.batches import batch_size_of
 from lightning_vram.estimation.estimate import Progress, estimate_stages
 from lightning_vram.estimation.running_trainer import describe_device, read_trainer_arguments
-from lightning_vram.estimation.traced_fit import STEP, FitRun, trace_fit
+from lightning_vram.estimation.traced_fit import STEP, FitRun, reason_of, trace_fit
 from lightning_vram.memory.device.accelerators import empty_cache, has_cache, read_allocator
 from lightning_vram.memory.device.out_of_memory import (
     OutOfMemorySource,
@@ -130,7 +130,6 @@ _NAME = "out_of_memory"
 _FOREIGN = "not of this run"
 _REST = "uncategorized"
 _LARGE_SHARE = 0.25  # of what is allocated
-_MOST_CHARACTERS = 200
 _MOST_SECONDS = 30
 
 
@@ -187,7 +186,7 @@ def _add_remedies(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches) ->
         except KeyboardInterrupt:
             found.no_remedies = "stopped by Ctrl-C."
         except Exception as error:  # a step on tensors without values may fail where the run does not
-            found.no_remedies = f"{type(error).__name__}: {error}".partition("\n")[0][:_MOST_CHARACTERS]
+            found.no_remedies = f"{reason_of(error)}."
     return None
 
 

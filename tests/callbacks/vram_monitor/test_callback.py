@@ -293,7 +293,7 @@ def test_several_are_refused(make_trainer):
     ("arguments", "error", "message"),
     [
         ({"every_n_batches": 0}, ValueError, r"^VRAMMonitor\(every_n_batches\) must be at least 1, got 0\.$"),
-        ({"track": "yes"}, TypeError, r"^VRAMMonitor\(track\) must be True or False, got 'yes' of type str\.$"),
+        ({"track": "yes"}, TypeError, r"^VRAMMonitor\(track\) must be True, False or None, got 'yes' of type str\.$"),
         ({"path": 3}, TypeError, r"^VRAMMonitor\(path\) must be text, a Path or None, got 3 of type int\.$"),
         (
             {"path": ""},
