@@ -71,7 +71,7 @@ class BatchCutter:
     def measure(self, batch: Any) -> BatchFacts:
         """Measure a batch; ``BatchSplitError`` if it cannot be split."""
         moved = _move_dim(batch, self.batch_dim, 0)
-        num_samples = self._splitter.batch_size(moved) if self._split is None else len(self._split(batch, 1))
+        num_samples = self._count(moved) if self._split is None else len(self._split(batch, 1))
         if num_samples < 1:
             raise SplitArgumentError(f"split_batch(batch, 1) returned no micro-batch for a {type(batch).__name__}.")
         if self._time_first is not None:
@@ -84,6 +84,14 @@ class BatchCutter:
             self._refuse_samples_first(batch, num_samples)
         num_elements = max(num_samples, self._splitter.elements(moved))
         return BatchFacts(num_samples, num_elements, f"{num_samples} of {self._splitter.shape_key(batch)}")
+
+    def _count(self, moved: Any) -> int:
+        try:
+            return self._splitter.batch_size(moved)
+        except BatchSplitError as error:
+            if not self.batch_dim:
+                raise
+            raise type(error)(f"{error} Shapes are shown with dimension {self.batch_dim} (batch_dim=) first.") from None
 
     def _refuse_samples_first(self, batch: Any, num_samples: int) -> None:
         """Refuse what has its samples in dimension 0, and something else in ``batch_dim``: targets ``[B, 1]``."""
