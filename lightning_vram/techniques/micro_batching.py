@@ -26,7 +26,6 @@ from lightning_vram.core.batches.splitting import (
     take_apart,
 )
 from lightning_vram.core.ranks import RankAgreement
-from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.private_names.torch import NormBase
 
 _WAY = f"To split it, {WAY_OUT}."
@@ -73,7 +72,7 @@ class BatchCutter:
 
     def measure(self, batch: Any) -> BatchFacts:
         """Measure a batch; ``BatchSplitError`` if it cannot be split."""
-        moved = self._move(batch, self.batch_dim, 0)
+        moved = _move_dim(batch, self.batch_dim, 0)
         num_samples = self._count(moved) if self._split is None else len(self._split(batch, 1))
         if num_samples < 1:
             raise SplitArgumentError(f"split_batch(batch, 1) returned no micro-batch for a {type(batch).__name__}.")
@@ -95,16 +94,6 @@ class BatchCutter:
             if not self.batch_dim:
                 raise
             raise type(error)(f"{error} Shapes are shown with dimension {self.batch_dim} (batch_dim=) first.") from None
-
-    def _move(self, value: Any, source: int, destination: int) -> Any:
-        if source == destination:
-            return value
-        try:
-            return _move_dim(value, source, destination)
-        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-            if is_out_of_memory(error):
-                raise
-            raise BatchSplitError(f"batch_dim= cannot rebuild a micro-batch: {error} Please {WAY_OUT}.") from error
 
     def _shows_samples(self, batch: Any, num_samples: int) -> bool:
         """Whether something has an entry for each sample that has no time: labels, images, a list of texts."""
@@ -146,8 +135,8 @@ class BatchCutter:
         if self._split is None:
             # A last one of a single sample would be one that batch norms refuse.
             sizes = [num_samples // count + (number < num_samples % count) for number in range(count)]
-            parts = self._splitter.split(self._move(batch, self.batch_dim, 0), sizes)
-            return list(zip([self._move(part, 0, self.batch_dim) for part in parts], sizes, strict=True))
+            parts = self._splitter.split(_move_dim(batch, self.batch_dim, 0), sizes)
+            return list(zip([_move_dim(part, 0, self.batch_dim) for part in parts], sizes, strict=True))
         sizes = [min(size, num_samples - start) for start in range(0, num_samples, size)]
         parts = list(self._split(batch, size))
         if len(parts) != len(sizes):
@@ -170,6 +159,8 @@ def find_time_first(module: nn.Module) -> str | None:
 
 def _move_dim(value: Any, source: int, destination: int) -> Any:
     """Move a dimension of all tensors that have it: to the front as views, back contiguous."""
+    if source == destination:
+        return value
     has_dim = getattr(value, "ndim", 0) > max(source, destination)
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
         moved = value.movedim(source, destination) if has_dim else value

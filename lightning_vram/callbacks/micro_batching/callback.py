@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.memory import recursive_detach
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
@@ -124,19 +125,15 @@ def _reduced_by_hand(trainer: pl.Trainer, *, retries: bool, weighs: bool) -> Dis
 def quiet_hooks(trainer: pl.Trainer, names: Collection[str], notifying: Callable[[Callback], bool]) -> Iterator[None]:
     """Within the context, call hooks ``names`` only on callbacks for which ``notifying`` is true, not on the module."""
     module = trainer.lightning_module
-    quiet: list[tuple[Any, str]] = [(module, name) for name in names if _overrides(module, name, pl.LightningModule)]
+    quiet: list[tuple[Any, str]] = [(module, name) for name in names if is_overridden(name, module)]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        heard = [name for name in names if _overrides(callback, name, Callback)]
+        heard = [name for name in names if is_overridden(name, callback, Callback)]
         if heard and not notifying(callback):
             quiet += [(callback, name) for name in heard]
     with ExitStack() as stack:
         for owner, name in quiet:
             stack.callback(MethodPatch(owner, name, replace_by(lambda *_, **__: None)).remove)
         yield
-
-
-def _overrides(owner: Any, name: str, base: type) -> bool:
-    return name in vars(owner) or getattr(type(owner), name, None) is not getattr(base, name)
 
 
 _warnings = WarningCache()

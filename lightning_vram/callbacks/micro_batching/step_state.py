@@ -169,26 +169,27 @@ class BufferCopy:
         self.is_small = self.is_plain and tensor.nbytes <= ALWAYS_COPIED_BYTES
         self._is_counted: bool | None = None if self.is_plain else False  # whether the version tells of all writes
         self.value = tensor.detach().clone() if self.is_small or not self.is_plain else tensor.detach().cpu().clone()
-        self._mark()
+        self._stamp = _stamp(tensor)
 
     def is_replaced(self) -> bool:
         """Whether the tensor has another shape, type or device than the copy was made for."""
-        tensor, (shape, dtype, device, _) = self.tensor, self._place
-        return tensor.dtype is not dtype or tensor.shape != shape or tensor.device != device
+        return _stamp(self.tensor)[:3] != self._stamp[:3]
 
     def is_changed(self) -> bool:
         """Whether the tensor may have been written since the copy was made."""
-        return not self._is_counted or self._has_changed_visibly()
+        return not self._is_counted or _stamp(self.tensor) != self._stamp
 
     def refresh(self) -> None:
         """Copy a tensor that is not small again, if it may have been written."""
-        if self._is_counted is None and not self._has_changed_visibly():
-            self._is_counted = not differs(self.tensor.detach().to(self.value.device), self.value)
+        stamp = _stamp(self.tensor)
+        if self._is_counted is None and stamp == self._stamp:
+            is_same = not differs(self.tensor.detach().to(self.value.device), self.value)
+            self._is_counted = is_same and stamp[-1] != NO_VERSION
         if self.is_changed():
             if self.is_plain and has_streams(self.tensor.device.type) and not self.value.is_pinned():
                 self.value = torch.empty_like(self.value, pin_memory=True)
             self.value.copy_(self.tensor.detach(), non_blocking=self.value.is_pinned())
-            self._mark()
+            self._stamp = stamp
 
     def restore(self) -> None:
         """Write the value back, in place."""
@@ -197,20 +198,17 @@ class BufferCopy:
         is_inference = self.tensor.is_inference()
         with torch.inference_mode(mode=is_inference), torch.no_grad():
             if self.is_replaced():
-                self.tensor.data = self.value.to(self._place[2], copy=True)
+                self.tensor.data = self.value.to(self._stamp[2], copy=True)
             else:
                 # The copy back is ordered before the next refresh: both run on the current stream.
                 self.tensor.copy_(self.value, non_blocking=self.value.is_pinned())
-        self._mark()
+        self._stamp = _stamp(self.tensor)
 
-    def _has_changed_visibly(self) -> bool:
-        return version_of(self.tensor) != self._version or _place(self.tensor) != self._place
 
-    def _mark(self) -> None:
-        self._version = version_of(self.tensor)
-        self._place = _place(self.tensor)
-        if self._version == NO_VERSION:
-            self._is_counted = False
+def _stamp(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, int, int, int]:
+    """Return what differs after a write that autograd counts, and after other memory was put in: shape to version."""
+    offset = int(tensor.storage_offset()) if is_strided(tensor) else 0
+    return tensor.shape, tensor.dtype, tensor.device, storage_address(tensor), offset, version_of(tensor)
 
 
 class BufferCopies:
@@ -254,11 +252,6 @@ def _group(copies: list[BufferCopy]) -> list[tuple[list[Tensor], list[Tensor]]]:
     for copy in copies:
         groups[copy.tensor.dtype, copy.tensor.device].append(copy)
     return [([copy.value for copy in group], [copy.tensor for copy in group]) for group in groups.values()]
-
-
-def _place(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, tuple[int, int]]:
-    offset = int(tensor.storage_offset()) if is_strided(tensor) else 0
-    return tensor.shape, tensor.dtype, tensor.device, (storage_address(tensor), offset)
 
 
 class GradientState:

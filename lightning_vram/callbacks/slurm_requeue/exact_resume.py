@@ -160,7 +160,7 @@ class ExactResume:
         """Restore the positions of the loaders; warn of those in the middle of which that is not possible."""
         is_same = len(state["loaders"]) == len(self._loaders) and self._mine(state) is not None
         for number, (loader, why) in enumerate(self._loaders):
-            place = state["loaders"][number] if is_same else None
+            place: Any = state["loaders"][number] if is_same else None
             why = why or ("" if place else _OTHER_LOADERS)
             try:
                 if not why:

@@ -20,11 +20,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from operator import itemgetter
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from lightning_vram.memory.units import format_argument, format_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Decision = frozenset[int] | None
 """Ordinals, in each call of a layer, of the costly operators whose results are saved; ``None``: it runs plain."""
@@ -290,11 +292,13 @@ def _choose(step: StepProfile, budget_bytes: int, offload_bytes: int) -> Decisio
     return best
 
 
-def _find_options(calls: Sequence[CallProfile], step: StepProfile) -> tuple[list[Decision], NDArray[np.int64]]:
+def _find_options(calls: Sequence[CallProfile], step: StepProfile) -> tuple[list[Decision], "NDArray[np.int64]"]:
     """Return decisions for one layer, plain first, with a row for each: its cost, bytes it keeps, and those it needs.
 
     Both bytes that are kept and those of results that a plain layer does not save count against operators, by turns.
     """
+    import numpy as np  # Lightning needs it; what is used without Lightning has no budget
+
     unit = step.cost / _COST_UNITS or 1.0
     options: dict[Decision, None] = {None: None}
     for counts_all in (True, False):
@@ -318,8 +322,10 @@ def _find_options(calls: Sequence[CallProfile], step: StepProfile) -> tuple[list
     return list(options), np.array(rows)
 
 
-def _search(stages: Sequence[NDArray[np.int64]], limit_bytes: int, max_states: int) -> Iterator[list[int]]:
+def _search(stages: "Sequence[NDArray[np.int64]]", limit_bytes: int, max_states: int) -> Iterator[list[int]]:
     """Yield which row of each stage to pick, from the cheapest picks that fit to those that keep least."""
+    import numpy as np
+
     costs = sizes = np.zeros(1, np.int64)
     trail = []
     for rows in stages:
