@@ -113,7 +113,7 @@ def remedies_for(
         states=tuple(states),
         singles=tuple(filter(suits, singles)),
         checkpoints=not has_checkpoints,
-        budgets=module is None or not is_compiled_by_lightning(module),  # which a trace leaves out
+        budgets=module is None or not is_compiled_by_lightning(module),  # traces run uncompiled, and would not refuse
         offloads=on_card and not has_checkpoints and OFFLOAD.name not in taken,
         cuts=suits(IN_PARTS),
         tiles=suits(TOKEN_TILING),

@@ -357,7 +357,6 @@ class _Call:
         )
         watch = self._recomputing.watch
         args, kwargs = arguments
-        del arguments
         with _inside(saves, watch.inside() if watch is not None else None, self._recording, self._trace):
             output = self._forward(*args, **kwargs)
         saves.is_complete = True

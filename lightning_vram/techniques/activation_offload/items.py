@@ -1,6 +1,5 @@
 """Offloaded storages, one item each: where the bytes are, in host memory or a file, and who still needs them."""
 
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from lightning_vram.core.host.disk import DiskRing
 from lightning_vram.core.host.memory import HostArena, OffloadError, hidden_from_modes
-from lightning_vram.core.host.transfers import Copies, D2HCopy, H2DCopy, make_copies
+from lightning_vram.core.host.transfers import D2HCopy, H2DCopy, make_copies
 from lightning_vram.core.tensors.properties import alias
 from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.torch import current_graph_task_id, num_writes
@@ -27,12 +26,12 @@ class HostCopy(NamedTuple):
 class Place:
     """Takes flat bytes of one device and gives them back."""
 
-    def __init__(self, arena: HostArena | None, ring: DiskRing | None, copies: Copies, like: Tensor) -> None:
+    def __init__(self, arena: HostArena | None, ring: DiskRing | None, like: Tensor) -> None:
         # Of this device only: copies may still read what lay there before, and copies of two devices do not wait for
         # each other. ``None`` if there is a disk.
         self.arena = arena
         self._ring = ring  # ``None`` for fake tensors, too, which would be written to the file
-        self.copies = copies
+        self.copies = make_copies(like)
         with hidden_from_modes(like):
             self._like = like.new_empty(0, dtype=torch.uint8)
 
@@ -51,72 +50,6 @@ class Place:
     def make(self, num_bytes: int) -> Tensor:
         """Return memory on the device, visible to trackers of memory."""
         return self._like.new_empty(num_bytes)
-
-
-class OffloadPlaces:
-    """Makes a place for each device as its tensors ask for one, and owns the memory and the file."""
-
-    def __init__(self, disk_path: str | os.PathLike[str] | None, *, pin_memory: bool) -> None:
-        self._disk_path = disk_path
-        self._pins_fakes = pin_memory
-        self._pin_memory = pin_memory and torch.accelerator.is_available()
-        self._places: dict[tuple[torch.device, Any], Place] = {}
-        self._ring: DiskRing | None = None
-        self.open()
-
-    def taken_bytes(self) -> tuple[int, int]:
-        """Return the host memory taken and the size of the file."""
-        ring, arena_bytes = self._ring, sum(arena.total_bytes for arena in self._arenas)
-        return (arena_bytes, 0) if ring is None else (arena_bytes + ring.staging_bytes, ring.total_bytes)
-
-    @property
-    def num_away(self) -> int:
-        """Storages that are away."""
-        on_disk = self._ring.num_blocks if self._ring is not None else 0
-        return on_disk + sum(arena.num_blocks for arena in self._arenas)
-
-    @property
-    def _arenas(self) -> list[HostArena]:
-        return [place.arena for place in self._places.values() if place.arena is not None]
-
-    def open(self) -> None:
-        """Make the file, if there is to be one and it was closed."""
-        if self._disk_path is not None and self._ring is None:
-            self._ring = DiskRing(self._disk_path, pin_memory=self._pin_memory)
-
-    def close(self) -> None:
-        """Give host memory and file back."""
-        for place in self._places.values():
-            place.copies.close()
-        for arena in self._arenas:
-            arena.close()
-        self._places.clear()
-        if self._ring is not None:
-            self._ring.close()
-            self._ring = None
-
-    def settle(self) -> None:
-        """Let go of what finished copies held on the device."""
-        for place in self._places.values():
-            place.copies.settle()
-
-    def find(self, tensor: Tensor) -> Place:
-        """Return the place for the device of ``tensor``."""
-        fake_mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
-        key = (tensor.device, fake_mode)
-        place = self._places.get(key)
-        if place is None:
-            # Tensors of two fake modes do not mix.
-            self._places = {old: known for old, known in self._places.items() if old[1] in (None, fake_mode)}
-            is_fake = fake_mode is not None
-            arena = None
-            if self._ring is None:
-                pins_fakes = self._pins_fakes and tensor.device.type not in ("cpu", "meta")
-                like = tensor.new_empty(0) if is_fake else None
-                arena = HostArena(pin_memory=pins_fakes if is_fake else self._pin_memory, like=like)
-            ring = self._ring if not is_fake else None
-            place = self._places[key] = Place(arena, ring, make_copies(tensor), tensor)
-        return place
 
 
 ALIGNED_BYTES = 256

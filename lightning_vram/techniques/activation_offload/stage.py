@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, innermost_stage, is_unfinished
-from lightning_vram.core.host.memory import hidden_from_modes
+from lightning_vram.core.host.disk import DiskRing
+from lightning_vram.core.host.memory import HostArena, hidden_from_modes
 from lightning_vram.core.tensors.properties import alias
 from lightning_vram.memory.device.accelerators import is_capturing
 from lightning_vram.memory.storages import ByStorage, iterate_storages, iterate_tensors, storage_address, version_of
@@ -34,7 +35,7 @@ from lightning_vram.techniques.activation_offload.items import (
     ForwardHistory,
     HostCopy,
     OffloadedItem,
-    OffloadPlaces,
+    Place,
     Run,
     find_span,
     to_bytes,
@@ -139,7 +140,11 @@ class ActivationOffloading(SavedTensorStage):
         self._lasting: set[int] = set()  # addresses of the storages of parameters and buffers
         self._may_be_host = True  # whether the host is the device
         self._history = ForwardHistory()
-        self._places = OffloadPlaces(disk_path, pin_memory=pin_memory)
+        self._disk_path, self._pins_fakes = disk_path, pin_memory
+        self._pin_memory = pin_memory and torch.accelerator.is_available()
+        self._places: dict[tuple[torch.device, Any], Place] = {}  # one for each device, and for each mode of fakes
+        self._ring: DiskRing | None = None
+        self._open()
         self._late: list[weakref.ref[OffloadedItem]] = []  # saved by the last operator, which may not have written them
         self._late_operator = -1
         self._offloaded_bytes = self._kept_bytes = self._num_offloaded = 0
@@ -147,12 +152,20 @@ class ActivationOffloading(SavedTensorStage):
     @property
     def report(self) -> OffloadReport:
         """What was done since it was entered last."""
-        return OffloadReport(self._offloaded_bytes, self._kept_bytes, self._num_offloaded, *self._places.taken_bytes())
+        host_bytes, disk_bytes = sum(arena.total_bytes for arena in self._arenas), 0
+        if self._ring is not None:
+            host_bytes, disk_bytes = host_bytes + self._ring.staging_bytes, self._ring.total_bytes
+        return OffloadReport(self._offloaded_bytes, self._kept_bytes, self._num_offloaded, host_bytes, disk_bytes)
 
     @property
     def num_away(self) -> int:
         """Storages that are away now, of all steps."""
-        return self._places.num_away
+        on_disk = self._ring.num_blocks if self._ring is not None else 0
+        return on_disk + sum(arena.num_blocks for arena in self._arenas)
+
+    @property
+    def _arenas(self) -> list[HostArena]:
+        return [place.arena for place in self._places.values() if place.arena is not None]
 
     def keep_in_place(self, nest: Any) -> None:
         """Name tensors that are held anyway, such as the batch: their memory does not travel as long as it lives."""
@@ -164,20 +177,33 @@ class ActivationOffloading(SavedTensorStage):
     def settle(self) -> None:
         """Let go of device memory that copies held which are finished by now."""
         with self._lock:
-            self._places.settle()
+            for place in self._places.values():
+                place.copies.settle()
 
     def close(self) -> None:
         """Give host memory and file back. What is still away in host memory can be brought back, from disk not."""
         with self._lock:
             self._items.clear()
-            self._places.close()
+            for place in self._places.values():
+                place.copies.close()
+            for arena in self._arenas:
+                arena.close()
+            self._places.clear()
+            if self._ring is not None:
+                self._ring.close()
+                self._ring = None
+
+    def _open(self) -> None:
+        """Make the file, if there is to be one and it was closed."""
+        if self._disk_path is not None and self._ring is None:
+            self._ring = DiskRing(self._disk_path, pin_memory=self._pin_memory)
 
     @override
     def begin(self, stack: ExitStack) -> OperatorSubscriber | None:
         tensors = [] if self._module is None else [*self._module.parameters(), *self._module.buffers()]
         self._lasting = {storage_address(tensor) for tensor in tensors} | {0}
         self._may_be_host = all(tensor.device.type == "cpu" for tensor in tensors)
-        self._places.open()
+        self._open()
         self._offloaded_bytes = self._kept_bytes = self._num_offloaded = 0
         self._history.start()
         self.settle()
@@ -277,7 +303,7 @@ class ActivationOffloading(SavedTensorStage):
             if innermost_stage() is not self:
                 self._in_place.note(tensor, True)  # noqa: FBT003
                 return None
-        place = self._places.find(tensor)
+        place = self._find_place(tensor)
         item = OffloadedItem(run, place, to_bytes(alias(tensor), start, length), None if stays else packed)
         if stays:  # copies in flight and what is kept share the window
             place.copies.settle(window_bytes + self._find_excess(run) - run.resident_bytes)
@@ -287,6 +313,21 @@ class ActivationOffloading(SavedTensorStage):
         else:
             self.send(item)
         return item
+
+    def _find_place(self, tensor: Tensor) -> Place:
+        """Return the place for the device of ``tensor``."""
+        fake_mode = tensor.fake_mode if isinstance(tensor, FakeTensor) else None
+        key = (tensor.device, fake_mode)
+        if key not in self._places:
+            # Tensors of two fake modes do not mix.
+            self._places = {old: known for old, known in self._places.items() if old[1] in (None, fake_mode)}
+            is_fake, arena = fake_mode is not None, None
+            if self._ring is None:
+                pins_fakes = self._pins_fakes and tensor.device.type not in ("cpu", "meta")
+                like = tensor.new_empty(0) if is_fake else None
+                arena = HostArena(pin_memory=pins_fakes if is_fake else self._pin_memory, like=like)
+            self._places[key] = Place(arena, None if is_fake else self._ring, tensor)
+        return self._places[key]
 
     def _find_window(self, run: Run) -> int:
         if self._window_bytes is not None:

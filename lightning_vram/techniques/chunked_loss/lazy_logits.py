@@ -409,19 +409,17 @@ def classify(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with torch.no_grad():  # under autocast another than that of the logits
         dtype = func(logits.sample, torch.empty(0, dtype=torch.int64, device=logits.device), reduction="sum").dtype
     function = partial(_classify, getattr(F, func.__name__))
-    found: Tensor
-    if is_soft:
-        found = _reduce_losses(logits, function, _row_node(target.movedim(1, -1)), named, reduction)
-        found = found / logits.lead.numel() if reduction == "mean" else found
-    else:
-        found = _reduce_losses(logits, function, _row_node(target.unsqueeze(-1)), named, reduction)
-        if reduction == "mean":
-            counted = target != named.get("ignore_index", -100)
-            count = counted.sum()
-            if weight is not None:
-                count = (weight.detach()[target.masked_fill(~counted, 0)] * counted).sum()
-            # Of no token the loss is NaN, but its gradient is zero: it goes past the weights.
-            found = torch.where(count != 0, found / count.masked_fill(count == 0, 1), math.nan)
+    rows = _row_node(target.movedim(1, -1) if is_soft else target.unsqueeze(-1))
+    found = _reduce_losses(logits, function, rows, named, reduction)
+    if reduction == "mean" and is_soft:
+        found = found / logits.lead.numel()
+    elif reduction == "mean":
+        counted = target != named.get("ignore_index", -100)
+        count = counted.sum()
+        if weight is not None:
+            count = (weight.detach()[target.masked_fill(~counted, 0)] * counted).sum()
+        # Of no token the loss is NaN, but its gradient is zero: it goes past the weights.
+        found = torch.where(count != 0, found / count.masked_fill(count == 0, 1), math.nan)
     return found.to(dtype)
 
 

@@ -13,7 +13,7 @@ from lightning_vram.core.host import memory
 from lightning_vram.core.host.memory import ChunkedSpace, HostArena
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import GIB, KIB, MIB
-from lightning_vram.techniques.activation_offload.items import OffloadPlaces
+from lightning_vram.techniques.activation_offload import ActivationOffloading
 
 
 @pytest.fixture
@@ -184,11 +184,11 @@ def test_space_comes_back_if_filling_a_block_is_interrupted(monkeypatch) -> None
 
 
 def test_each_device_has_memory_of_its_own() -> None:
-    places = OffloadPlaces(None, pin_memory=False)
+    offloading = ActivationOffloading(pin_memory=False)
     with FakeTensorMode():
         tensors = [torch.empty(100, dtype=torch.uint8, device=f"cuda:{index}") for index in range(2)]
-    parcels = [places.find(tensor).put(tensor, 0) for tensor in tensors]
-    assert places.taken_bytes() == (2 * MIB, 0)
-    assert places.num_away == len(parcels) == 2
-    places.close()
-    assert (places.taken_bytes(), places.num_away) == ((0, 0), 0)
+    parcels = [offloading._find_place(tensor).put(tensor, 0) for tensor in tensors]
+    assert (offloading.report.host_bytes, offloading.report.disk_bytes) == (2 * MIB, 0)
+    assert offloading.num_away == len(parcels) == 2
+    offloading.close()
+    assert (offloading.report.host_bytes, offloading.num_away) == (0, 0)
