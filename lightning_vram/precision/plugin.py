@@ -150,6 +150,9 @@ class LeanMixedPrecision(MixedPrecision):
         self._has_fallen_back = False
         self._ended: dict[str, Any] = {}  # the state of the last fit, once it has ended
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.precision!r})"
+
     @property
     def overflow_steps(self) -> int:
         """Optimizer steps that were skipped so far, including the last one."""

@@ -454,7 +454,7 @@ def test_200_small_steps_end_where_those_of_fp32_do(make_trainer):
         ({"max_consecutive_overflows": 0}, "(max_consecutive_overflows)"),
         ({"fp32_modules": ["auto"]}, "(fp32_modules) cannot be 'auto': name the modules that need float32"),
         ({"fp32_modules": [""]}, "(fp32_modules) must name at least one layer"),
-        ({"precision": "fp16", "parameters": "bf16+split"}, "Use precision='bf16', or parameters='fp32'"),
+        ({"precision": "fp16", "parameters": "bf16+split"}, "needs precision='bf16', got 'fp16'"),
         ({"precision": "bf16", "scaler": torch.amp.GradScaler("cpu")}, "is for 'fp16', got one with 'bf16'"),
     ],
 )

@@ -13,6 +13,7 @@ from support.devices import ACCELERATOR, allocate_workspaces, at_size, device_mo
 from support.helpers import assert_equal_weights, saved_bytes
 from support.micro_batching_models import NotesSizes, with_sizes
 from support.offload_nets import MODES, FusedCNN, Split, adamw
+from support.sharded_nets import host_bytes_of_flat
 from support.written_nets import WAYS, Averaged, Clipped, Normalized
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -189,11 +190,7 @@ class Counted(LitBytes):
         lists = sum(
             flat_shard.split.nbytes - 4 * flat_shard.numel for flat_shard in narrow if flat_shard.split is not None
         )
-        held = (
-            sum(flat_shard.host_bytes for flat_shard in narrow)
-            - lists
-            + sum(t.numel() * t.element_size() for t in found + moments)
-        )
+        held = sum(map(host_bytes_of_flat, narrow)) - lists + sum(t.numel() * t.element_size() for t in found + moments)
         self.num_bytes = held / numel if numel else 0.0
 
 
@@ -229,7 +226,7 @@ class Adapted(Counted):
             flat_shard.split.nbytes - 4 * flat_shard.numel for flat_shard in frozen if flat_shard.split is not None
         )
         numel = sum(flat_shard.numel for flat_shard in frozen)  # 0 where all travels in 32 bit
-        self.frozen_bytes = (sum(flat_shard.host_bytes for flat_shard in frozen) - lists) / numel if numel else 0.0
+        self.frozen_bytes = (sum(map(host_bytes_of_flat, frozen)) - lists) / numel if numel else 0.0
 
 
 @pytest.mark.parametrize("mode", ["params", "optimizer"])
