@@ -9,12 +9,13 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -54,7 +55,8 @@ DIVISORS = ("exp_avg_sq", "max_exp_avg_sq", "exp_inf")  # the step divides by th
 MOMENTS = ("exp_avg", *DIVISORS, "momentum_buffer")
 KINDS: tuple[type[Optimizer], ...] = (Adam, AdamW, Adamax, NAdam, RAdam)  # their step count seeds random rounding
 _first_places = WeakTensorKeyDictionary()
-_to_upcast: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()
+_to_upcast: "WeakSet[Optimizer]" = WeakSet()
+_upcast_hooks: list[RemovableHandle] = []
 
 
 @dataclass(eq=False)
@@ -272,9 +274,7 @@ class LowPrecisionStates:
         self._optimizer = optimizer
         self.has = takes  # whether the moments of a parameter have the form
         self._held = HeldStates(lambda parameter, state: MOMENTS if takes(parameter) else ())
-        handle = _to_upcast.pop(optimizer, None)
-        if handle is not None:  # of an earlier run
-            handle.remove()
+        _to_upcast.discard(optimizer)  # of an earlier run
 
     def begin(self) -> list[RemovableHandle]:
         """Convert moments now and after loading, until the returned handles are removed."""
@@ -308,15 +308,19 @@ class LowPrecisionStates:
 
 def upcast_when_stepped(optimizer: Optimizer) -> None:
     """Upcast moments at the next step of the optimizer itself: there may be no memory for them before."""
+    _to_upcast.add(optimizer)
+    if not _upcast_hooks:  # one for all, which stays: a hook that removes itself in a step disturbs the ones after it
+        _upcast_hooks.append(register_optimizer_step_pre_hook(_upcast_states))
 
-    def upcast_states(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        _to_upcast.pop(optimizer).remove()
-        for parameter, state in optimizer.state.items():
-            is_rounded = any(is_low_precision(local_shard(state.get(key))) for key in MOMENTS)
-            if parameter.dtype == torch.float32 and is_rounded:
-                state.update(state_stored_like(upcast_state(state), stored_shard(parameter)))
 
-    _to_upcast[optimizer] = optimizer.register_step_pre_hook(upcast_states)
+def _upcast_states(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in _to_upcast:
+        return
+    _to_upcast.discard(optimizer)
+    for parameter, state in optimizer.state.items():
+        is_rounded = any(is_low_precision(local_shard(state.get(key))) for key in MOMENTS)
+        if parameter.dtype == torch.float32 and is_rounded:
+            state.update(state_stored_like(upcast_state(state), stored_shard(parameter)))
 
 
 _ELEMENTWISE = tuple(kind for kind in STEPPABLE if kind not in WHOLE)
