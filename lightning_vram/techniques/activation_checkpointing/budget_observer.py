@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_vram.core.hooks import SaveWatch, stepping_aside
+from lightning_vram.core.hooks import stepping_aside, watch_saves
 from lightning_vram.core.operators import operator_work
 from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, is_strided, version_counter
 from lightning_vram.memory.storages import ByStorage, iterate_storages, iterate_tensors, version_of
@@ -110,7 +110,7 @@ class StepObserver(StorageSubscriber):
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Run one training step inside."""
-        hooks = SaveWatch(self._on_save).hooks()
+        hooks = watch_saves(self._on_save)
         with hooks, stepping_aside(hooks, self), self:
             yield
         self._held.clear()
@@ -143,7 +143,7 @@ class StepObserver(StorageSubscriber):
     @contextmanager
     def _inside(self) -> Iterator[None]:
         was_inside, self._is_inside = self._is_inside, True
-        hooks = SaveWatch(self._on_save).hooks()
+        hooks = watch_saves(self._on_save)
         try:
             with hooks, stepping_aside(hooks):
                 yield
