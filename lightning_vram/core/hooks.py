@@ -308,23 +308,17 @@ def unpack(packed: Any) -> Tensor:
         return taken.give()
 
 
-class SaveWatch:
-    """Hooks that call ``on_save`` with each saved tensor, not to be kept, and pass it on to the hooks outside."""
-
-    def __init__(self, on_save: Callable[[Tensor], None]) -> None:
-        private.hide_warning_of_hooks()
-        self._pack, self._unpack = private.innermost_hooks() or (pack_in_place, unpack)
-        self._on_save = on_save
-
-    def hooks(self) -> saved_tensors_hooks:
-        """Return the context in which it watches."""
-        return saved_tensors_hooks(self.pack, self._unpack)
+def watch_saves(on_save: Callable[[Tensor], None]) -> saved_tensors_hooks:
+    """Return hooks that call ``on_save`` with each saved tensor, not to be kept, and pass it on to those outside."""
+    private.hide_warning_of_hooks()
+    pack_outside, unpack_outside = private.innermost_hooks() or (pack_in_place, unpack)
 
     @hide_from_dynamo
-    def pack(self, tensor: Tensor) -> Any:
-        """The hook: observe a tensor, and pass it on."""
-        self._on_save(tensor)
-        return self._pack(tensor)
+    def pack(tensor: Tensor) -> Any:
+        on_save(tensor)
+        return pack_outside(tensor)
+
+    return saved_tensors_hooks(pack, unpack_outside)
 
 
 def unseen_saves() -> AbstractContextManager[Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import is_, itemgetter, methodcaller
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -158,6 +159,7 @@ class ForwardFacts:
 
     written: set[tuple[int, str]] | None = None  # buffers and tensor attributes: number of the submodule, and name
     draws_from_numpy: bool | None = None  # one that does so in later forwards only is not noticed
+    reads_statistics: bool | None = None  # whether its code names the running statistics of its norms
 
 
 @dataclass(slots=True)
@@ -192,14 +194,14 @@ class ForwardState:
         self._states = [AttributeState(member) for member in self._members]
         self._parameters = [(one, one.requires_grad) for one in self._iterate_parameters()]
         self._held: dict[tuple[int, str], _Held] = {}
+        self._statistics: list[tuple[dict[str, Any], str]] = []  # that move on, and that nobody reads
         self._watched: list[tuple[str, Tensor, int]] = []  # with its version
         for number, (buffers, state) in enumerate(zip(self._own(private.BUFFERS), self._states, strict=True)):
-            for name, buffer in buffers.items():
-                if buffer is not None:
-                    self._hold((number, name), buffers, buffer)
+            if buffers:
+                self._take_buffers(number, buffers)
             for name, tensor in state.tensors.items():
                 if type(tensor) is Tensor and not is_part_of_flat_parameter(tensor):
-                    self._hold((number, name), vars(state.module), tensor)
+                    self._hold(number, name, vars(state.module), tensor)
         # Those of the parameters, too: a layer may get its tensors inside an object of the user's.
         parameters = chain.from_iterable(map(_read_values, self._own(private.PARAMETERS)))
         devices = {*devices, *(parameter.device for parameter in parameters if parameter is not None)}
@@ -267,14 +269,33 @@ class ForwardState:
         for (_, name), held in self._held.items():
             if held.start is not None:  # copied once more: a retained graph may be recomputed again
                 held.registry[name] = copies.setdefault(id(held.tensor), writable_copy(held.start))
+        for registry, name in self._statistics:
+            registry[name] = writable_copy(registry[name])
 
-    def _hold(self, place: tuple[int, str], registry: dict[str, Any], tensor: Tensor) -> None:
-        written = self._learned.written
+    def _take_buffers(self, number: int, buffers: dict[str, Any]) -> None:
+        member = self._members[number]
+        are_statistics = member.training and _has_statistics(member) and not self._reads_statistics()
+        are_statistics &= not isinstance(member, private.InstanceNormBase)  # saves copies of them
+        for name, buffer in buffers.items():
+            if buffer is not None and are_statistics:
+                self._statistics.append((buffers, name))
+            elif buffer is not None:
+                self._hold(number, name, buffers, buffer)
+
+    def _hold(self, number: int, name: str, registry: dict[str, Any], tensor: Tensor) -> None:
+        written, place = self._learned.written, (number, name)
         if tensor.requires_grad:  # a weight that was computed, or a condition: not written as a rule
             is_copied = num_bytes_of(tensor) <= SAVED_COPY_BYTES or place in (written or ())
         else:
             is_copied = written is None or place in written or num_bytes_of(tensor) <= ALWAYS_COPIED_BYTES
         self._held[place] = _Held(registry, tensor, writable_copy(tensor) if is_copied else None, version_of(tensor))
+
+    def _reads_statistics(self) -> bool:
+        if self._learned.reads_statistics is None:
+            classes = {kind for member in self._members for kind in type(member).__mro__}
+            own = [kind for kind in classes if not kind.__module__.startswith("torch.nn.modules.")]
+            self._learned.reads_statistics = any(_names_statistics(one) for kind in own for one in vars(kind).values())
+        return self._learned.reads_statistics
 
     def _own(self, registry: str) -> Iterator[dict[str, Any]]:
         """Yield the registries of all members: this and its callers call no Python function for each."""
@@ -284,6 +305,21 @@ class ForwardState:
         for parameter in chain.from_iterable(map(_read_values, self._own(private.PARAMETERS))):
             if type(parameter) is nn.Parameter or (parameter is not None and not is_shard(parameter)):
                 yield parameter
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether buffers are statistics of torch's own norms: written in training, past their version, and not read."""
+    return isinstance(module, private.NormBase) and type(module).forward.__module__.startswith("torch.nn.modules.")
+
+
+def _names_statistics(value: Any) -> bool:
+    """Whether a function or property, or code inside of it, names running statistics."""
+    value = getattr(value, "fget", None) or getattr(value, "__func__", None) or value
+    code = getattr(getattr(value, "__wrapped__", value), "__code__", value)
+    if not isinstance(code, CodeType):
+        return False
+    is_named = not {"running_mean", "running_var"}.isdisjoint(code.co_names)
+    return is_named or any(map(_names_statistics, code.co_consts))
 
 
 def _is_moved(parameter: Tensor, data: Tensor) -> bool:
@@ -307,8 +343,6 @@ def writable_copy(tensor: Tensor) -> Tensor:
 def iterate_floating_buffers(module: nn.Module) -> Iterator[Tensor]:
     """Yield the buffers of ``module`` that are neither masks nor statistics of torch's own norms."""
     for member in module.modules():
-        if not (
-            isinstance(member, private.NormBase) and type(member).forward.__module__.startswith("torch.nn.modules.")
-        ):
+        if not _has_statistics(member):
             buffers = (buffer for buffer in private.own_buffers(member).values() if buffer is not None)
             yield from (buffer for buffer in buffers if buffer.dtype not in (torch.bool, torch.uint8))

@@ -332,19 +332,30 @@ def refill_accumulators(optimizer: Optimizer, parameters: Container[nn.Parameter
             state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)
 
 
-def upcast_states(states: Iterable[tuple[torch.Size, State]]) -> None:
-    """Replace elementwise bf16 states by fp32 ones: if a step rounded to nearest, a decay of .999 would be lost."""
-    for shape, state in states:
-        state |= {key: state[key].float() for key in floating(state, shape)}
+class UpcastStates:
+    """Replaces elementwise bf16 states by fp32 ones until :meth:`round`: to nearest, a decay of .999 would be lost."""
 
+    def __init__(self, states: Iterable[tuple[torch.Size, State]]) -> None:
+        slots = [(state, key) for shape, state in states for key in floating(state, shape)]
+        self._bf16 = [state[key] for state, key in slots]
+        self._flat = upcast_flat(self._bf16, self._bf16[0].device) if slots else torch.empty(0)
+        self._fp32 = views_like(self._flat, self._bf16) if slots else []
+        for (state, key), fp32 in zip(slots, self._fp32, strict=True):
+            state[key] = fp32
 
-def round_states(states: Iterable[tuple[torch.Size, State]], seed: Seed) -> None:
-    """Replace elementwise fp32 states, new ones among them, by stochastically rounded bf16."""
-    slots = [(state, key) for shape, state in states for key in floating(state, shape)]
-    for number, (state, key) in enumerate(slots):
-        bf16 = torch.empty_like(state[key], dtype=torch.bfloat16)
-        rounded_by_place(flat_as_stored(state[key]), 0, seed_of(*seed, 1 + number), flat_as_stored(bf16))
-        state[key] = bf16
+    def round(self, states: Iterable[tuple[torch.Size, State]], seed: Seed) -> None:
+        """Put the bf16 tensors back, stochastically rounded, and round new states, too."""
+        if self._fp32:
+            copy_each(self._bf16, views_like(rounded_by_place(self._flat, 0, seed_of(*seed, 1)), self._bf16))
+        lent = {id(fp32): bf16 for fp32, bf16 in zip(self._fp32, self._bf16, strict=True)}
+        slots = [(state, key) for shape, state in states for key in floating(state, shape)]
+        for number, (state, key) in enumerate(slots):
+            value = state[key]
+            if id(value) not in lent:
+                bf16 = torch.empty_like(value, dtype=torch.bfloat16)
+                rounded_by_place(flat_as_stored(value), 0, seed_of(*seed, 2 + number), flat_as_stored(bf16))
+                lent[id(value)] = bf16
+            state[key] = lent[id(value)]
 
 
 def _make_proxies(chunk: WeightChunk, exact: Tensor, members: Sequence[Member]) -> list[nn.Parameter]:
@@ -491,12 +502,12 @@ class LeanParameters(StepTakeOver):
         shaped = [(member.shard.shape, state) for member, state in zip(members, states, strict=True)]
         shaped = shaped if torch.bfloat16 in self._dtypes else []
         seed = self.num_steps, chunk.number
-        upcast_states(shaped)
+        upcast = UpcastStates(shaped)
         try:
             groups = [member.group for member in members]
             step_round.step_proxies(groups, _make_proxies(chunk, exact, members), states)
         finally:
-            round_states(shaped, seed)
+            upcast.round(shaped, seed)
             for member, state in zip(members, states, strict=True):
                 publish_state(member, state)
             stepped = None if before is None else exact.clone()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from typing_extensions import override
 
-from lightning_vram.core.hooks import SaveWatch, is_transformed, stepping_aside
+from lightning_vram.core.hooks import is_transformed, stepping_aside, watch_saves
 from lightning_vram.core.layers import (
     Layer,
     LayerPattern,
@@ -338,7 +338,7 @@ class StepObserver(StorageSubscriber):
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Run one training step inside."""
-        hooks = SaveWatch(self._on_save).hooks()
+        hooks = watch_saves(self._on_save)
         with hooks, stepping_aside(hooks, self), self:
             yield
         self._held.clear()
@@ -371,7 +371,7 @@ class StepObserver(StorageSubscriber):
     @contextmanager
     def _inside(self) -> Iterator[None]:
         was_inside, self._is_inside = self._is_inside, True
-        hooks = SaveWatch(self._on_save).hooks()
+        hooks = watch_saves(self._on_save)
         try:
             with hooks, stepping_aside(hooks):
                 yield

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from lightning_vram.optimizers.bf16_weights import SCHEMES, LeanParameters, round_states
+from lightning_vram.optimizers.bf16_weights import SCHEMES, LeanParameters, UpcastStates
 
 NUM_STEPS = 200
 
@@ -76,7 +76,7 @@ def test_averages_in_sixteen_bits_do_not_stand_still(scheme):
 
 def test_states_that_are_new_are_rounded_at_random_too():
     state = {"average": torch.full((1000, 4), 1 + 2**-9)}  # a quarter of a unit above one
-    round_states([(torch.Size((1000, 4)), state)], (0, 0))
+    UpcastStates([]).round([(torch.Size((1000, 4)), state)], (0, 0))
     assert set(state["average"].flatten().tolist()) == {1.0, 1 + 2**-7}
     assert state["average"].double().mean().item() == pytest.approx(1 + 2**-9, abs=2**-12)
 
