@@ -21,14 +21,7 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from lightning_vram.core.operators import iterate_written
 from lightning_vram.core.patching import HeldSetting
-from lightning_vram.core.tensors.properties import (
-    PARAMETER_CLASSES,
-    PLAIN_TYPES,
-    alias,
-    check_version,
-    is_strided,
-    version_counter,
-)
+from lightning_vram.core.tensors import properties
 from lightning_vram.memory.storages import storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber, current_subscribers
 from lightning_vram.private_names import torch as private
@@ -165,7 +158,7 @@ def may_be_unfinished(tensor: Tensor) -> bool:
 
     Not if it needs a gradient or is a view. The operator has finished when the next one saves something.
     """
-    return not tensor.requires_grad and type(tensor) not in PARAMETER_CLASSES and not private.is_view(tensor)
+    return not tensor.requires_grad and type(tensor) not in properties.PARAMETER_CLASSES and not private.is_view(tensor)
 
 
 class StoredTensor(ABC):
@@ -267,11 +260,11 @@ class SavedTensorStage(ABC):
 
     @hide_from_dynamo
     def _pack(self, tensor: Tensor) -> Any:
-        if type(tensor) in PLAIN_TYPES and is_strided(tensor) and not self._is_lasting(tensor):
+        if type(tensor) in properties.PLAIN_TYPES and properties.is_strided(tensor) and not self._is_lasting(tensor):
             with torch.no_grad(), private.without_autocast(), saving(tensor):
                 taken = self.take(tensor)
             if taken is not None:
-                return version_counter(tensor), private.num_writes(tensor), taken, tensor.shape
+                return properties.version_counter(tensor), private.num_writes(tensor), taken, tensor.shape
         return pack_in_place(tensor)
 
     @hide_from_dynamo
@@ -281,17 +274,17 @@ class SavedTensorStage(ABC):
     def _is_lasting(self, tensor: Tensor) -> bool:
         """Whether its memory is that of a parameter or buffer, and stays whether it is saved or not."""
         base = private.base_of(tensor) if private.is_view(tensor) else tensor
-        return type(base) in PARAMETER_CLASSES or storage_address(tensor) in self._buffers
+        return type(base) in properties.PARAMETER_CLASSES or storage_address(tensor) in self._buffers
 
 
 def pack_in_place(tensor: Tensor) -> Any:
     """Save a tensor as autograd would; see :func:`unpack`."""
     kind = type(tensor)
-    if kind in PARAMETER_CLASSES:
+    if kind in properties.PARAMETER_CLASSES:
         return tensor, private.num_writes(tensor)  # itself: FSDP refills the memory of parameters
-    if kind not in PLAIN_TYPES or not is_strided(tensor):
+    if kind not in properties.PLAIN_TYPES or not properties.is_strided(tensor):
         return tensor.detach() if tensor.grad_fn is not None else tensor
-    return tensor if tensor.is_leaf else alias(tensor), private.num_writes(tensor)
+    return tensor if tensor.is_leaf else properties.alias(tensor), private.num_writes(tensor)
 
 
 def unpack(packed: Any) -> Tensor:
@@ -300,7 +293,7 @@ def unpack(packed: Any) -> Tensor:
         return packed
     counter, version, *_ = packed
     if private.num_writes(counter) != version:
-        check_version(counter, version, packed[3] if len(packed) > 2 else counter.shape)
+        properties.check_version(counter, version, packed[3] if len(packed) > 2 else counter.shape)
     if len(packed) == 2:
         return counter  # type: ignore[no-any-return]
     taken: StoredTensor = packed[2]
@@ -386,7 +379,12 @@ class SavedOutput:
 
     def __init__(self, tensor: Tensor, others: Sequence[Tensor] = ()) -> None:
         self._counters = [
-            (version_counter(one) if type(one) in PLAIN_TYPES and is_strided(one) else one, version_of(one))
+            (
+                properties.version_counter(one)
+                if type(one) in properties.PLAIN_TYPES and properties.is_strided(one)
+                else one,
+                version_of(one),
+            )
             for one in (tensor, *others)
         ]
         self._read = save(tensor)

@@ -23,13 +23,7 @@ from lightning_vram.core.ranks import RankAgreement
 from lightning_vram.estimation.batches import count_elements, read_first_batches
 from lightning_vram.estimation.fake_trainer import RunCallbacks, isolated
 from lightning_vram.estimation.traced_fit import FitRun
-from lightning_vram.memory.device.accelerators import (
-    can_limit,
-    free_device_bytes,
-    has_cache,
-    read_allocator,
-    total_bytes,
-)
+from lightning_vram.memory.device import accelerators
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, describe_this_device
 from lightning_vram.memory.estimate.known_values import RecordedReads
 from lightning_vram.memory.host import available_host_bytes
@@ -55,7 +49,10 @@ def limit_bytes(name: str, limit: int | float | str, device: torch.device) -> in
     if limit == AUTO:
         return None
     if isinstance(limit, float):
-        return int(limit * (total_bytes(device) if can_limit(device) else available_host_bytes() or 0))
+        return int(
+            limit
+            * (accelerators.total_bytes(device) if accelerators.can_limit(device) else available_host_bytes() or 0)
+        )
     return parse_bytes(limit, name)
 
 
@@ -89,7 +86,7 @@ def decide_together(
     """Let rank zero decide, for the rank that has least free memory. A collective; ``decide`` must not raise."""
     device, free_bytes = trainer.strategy.root_device, None  # of which this process can have more
     if device.type != "cpu":
-        free_bytes = free_device_bytes(device)
+        free_bytes = accelerators.free_device_bytes(device)
     elif (available_bytes := available_host_bytes()) is not None:
         free_bytes = available_bytes // trainer.num_devices
     if free_bytes is not None:
@@ -109,7 +106,11 @@ def decide_together(
 def bytes_of_others(trainer: pl.Trainer, module: pl.LightningModule) -> int:
     """Return what is allocated on the device of a run before it begins, in addition to the module."""
     device = trainer.strategy.root_device
-    return read_allocator(device).allocated_bytes - _bytes_on(device, module) if has_cache(device) else 0
+    return (
+        accelerators.read_allocator(device).allocated_bytes - _bytes_on(device, module)
+        if accelerators.has_cache(device)
+        else 0
+    )
 
 
 def forget_shared(trainer: pl.Trainer) -> None:

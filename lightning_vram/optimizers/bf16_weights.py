@@ -35,16 +35,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Adagrad, Optimizer
 
 from lightning_vram.argument_checks import check_choice
+from lightning_vram.core.tensors import properties
 from lightning_vram.core.tensors.codecs import add_compensation_, compensate_, join_, rounded_by_place, seed_of, split_
-from lightning_vram.core.tensors.properties import (
-    count,
-    count_writes,
-    flat_as_stored,
-    is_dense,
-    is_strided,
-    stop_counting,
-    stored_like,
-)
+from lightning_vram.core.tensors.properties import is_strided
 from lightning_vram.memory.storages import storage_address
 from lightning_vram.memory.tracking.tracker import forget_optimizer_tensors, register_optimizer_tensors
 from lightning_vram.optimizers.moment_forms import HeldStates, Seed, UpdateCheck
@@ -86,7 +79,7 @@ def check_memory(parameters: Iterable[nn.Parameter]) -> None:
     """Refuse different parameters that share memory: each would get its own."""
     spans: dict[Any, list[tuple[int, int, torch.Size]]] = defaultdict(list)
     for parameter in parameters:
-        if is_strided(parameter) and parameter.numel() and is_dense(parameter):
+        if is_strided(parameter) and parameter.numel() and properties.is_dense(parameter):
             start, end = int(parameter.storage_offset()), int(parameter.storage_offset()) + parameter.numel()
             spans[parameter.device, storage_address(parameter)].append((start, end, parameter.shape))
     for alike in spans.values():
@@ -222,8 +215,8 @@ class WeightChunk:
         if not self.is_resting:
             return []
         for parameter in self.parameters:
-            count(parameter)
-        before, self._writes = self._writes, [count_writes(parameter) for parameter in self.parameters]
+            properties.count(parameter)
+        before, self._writes = self._writes, [properties.count_writes(parameter) for parameter in self.parameters]
         changes = zip(self.parameters, before, self._writes, strict=bool(before))
         return [parameter for parameter, known, now in changes if now != known]
 
@@ -231,7 +224,7 @@ class WeightChunk:
         """Restore dtype and exact weights of the parameters that are still bf16."""
         views = views_like(self.read(), self.parameters)
         for parameter, dtype, values in zip(self.parameters, self._dtypes, views, strict=True):
-            stop_counting(parameter)
+            properties.stop_counting(parameter)
             if parameter.dtype is torch.bfloat16:
                 _change_dtype(parameter, dtype)
                 parameter.copy_(values)
@@ -257,7 +250,7 @@ class WeightChunk:
     def _show(self, values: Sequence[Tensor]) -> None:
         copy_each([parameter.detach() for parameter in self.parameters], values)
         if self._writes:
-            self._writes = [count_writes(parameter) for parameter in self.parameters]
+            self._writes = [properties.count_writes(parameter) for parameter in self.parameters]
 
 
 def make_chunks(parameters: Iterable[nn.Parameter], scheme: str) -> list[WeightChunk]:
@@ -320,7 +313,7 @@ def convert_states(
         for key in floating(state):
             value = state[key].to((full_dtype if key in full else dtype) or parameter.dtype)
             is_ordered = key in full and value.layout is torch.strided  # as the weights, for fused kernels
-            state[key] = stored_like(value, parameter) if is_ordered else value
+            state[key] = properties.stored_like(value, parameter) if is_ordered else value
 
 
 def refill_accumulators(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> None:
@@ -353,7 +346,9 @@ class UpcastStates:
             value = state[key]
             if id(value) not in lent:
                 bf16 = torch.empty_like(value, dtype=torch.bfloat16)
-                rounded_by_place(flat_as_stored(value), 0, seed_of(*seed, 2 + number), flat_as_stored(bf16))
+                rounded_by_place(
+                    properties.flat_as_stored(value), 0, seed_of(*seed, 2 + number), properties.flat_as_stored(bf16)
+                )
                 lent[id(value)] = bf16
             state[key] = lent[id(value)]
 

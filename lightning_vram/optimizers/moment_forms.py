@@ -19,16 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_vram.core.tensors.codecs import (
-    Bits,
-    LowBitTensor,
-    decoded,
-    empty_low_bit,
-    low_bit_over,
-    record_bytes,
-    rounded_by_place,
-    seed_of,
-)
+from lightning_vram.core.tensors import codecs
 from lightning_vram.core.tensors.properties import dense_stride, is_dense, state_stored_like
 from lightning_vram.optimizers.step_round import (
     STEPPABLE,
@@ -99,23 +90,23 @@ class StateForm:
         """Whether a moment has this form."""
         if self.bits == 16:
             return value.dtype == torch.bfloat16
-        return type(value) is LowBitTensor and (value.bits, value.is_positive) == (self.bits, key in DIVISORS)
+        return type(value) is codecs.LowBitTensor and (value.bits, value.is_positive) == (self.bits, key in DIVISORS)
 
     def empty(self, key: str, like: Tensor) -> Tensor:
         """Return an uninitialized moment with the shape, memory order and device of a parameter."""
         if self.bits == 16:
             return torch.empty_like(like, dtype=torch.bfloat16, requires_grad=False)
-        return empty_low_bit(like, bits=cast(Bits, self.bits), is_positive=key in DIVISORS)
+        return codecs.empty_low_bit(like, bits=cast(codecs.Bits, self.bits), is_positive=key in DIVISORS)
 
     def round(self, key: str, fp32: Tensor, start: int, seed: Seed, stored: Tensor | None) -> Tensor:
         """Round a flat float32 part [n] of a moment, from place ``start`` on, into ``stored`` or for ``copy_``."""
         if self.bits == 16:
-            return rounded_by_place(fp32, start, seed_of_moment(seed, key), stored)
+            return codecs.rounded_by_place(fp32, start, seed_of_moment(seed, key), stored)
         return fp32 if stored is None else stored.copy_(fp32)
 
     def num_bytes(self, count: int) -> int:
         """Return the bytes of so many numbers."""
-        return 2 * count if self.bits == 16 else record_bytes(count, cast(Bits, self.bits))
+        return 2 * count if self.bits == 16 else codecs.record_bytes(count, cast(codecs.Bits, self.bits))
 
     def convert(self, key: str, value: Tensor, like: Tensor) -> Tensor:
         """Return a moment in this form, rounded to nearest; itself if it has the form."""
@@ -133,13 +124,13 @@ FORMS: dict[HostState, StateForm] = {
 
 def is_low_precision(value: object) -> bool:
     """Whether a moment has one of the forms."""
-    return isinstance(value, LowBitTensor) or (isinstance(value, Tensor) and value.dtype == torch.bfloat16)
+    return isinstance(value, codecs.LowBitTensor) or (isinstance(value, Tensor) and value.dtype == torch.bfloat16)
 
 
 def upcast_state(state: State) -> State:
     """Return a state with float32 moments."""
     return {
-        key: decoded(value).float() if key in MOMENTS and is_low_precision(value) else value
+        key: codecs.decoded(value).float() if key in MOMENTS and is_low_precision(value) else value
         for key, value in state.items()
     }
 
@@ -152,7 +143,7 @@ def round_state(
     for key in (key for key in MOMENTS if key in state):
         value, into = state[key], stored.get(key) if is_low_precision(stored.get(key)) else None
         is_counted = check is not None and check.is_counting and into is not None
-        before = (decoded(into).float(), value.clone()) if is_counted and into is not None else None
+        before = (codecs.decoded(into).float(), value.clone()) if is_counted and into is not None else None
         rounded[key] = form.round(key, value, start, seed, into)
         if check is not None and before is not None:
             check.count(*before, rounded[key])
@@ -161,7 +152,7 @@ def round_state(
 
 def seed_of_moment(seed: Seed, key: str) -> int:
     """Return 16 bits that differ for each step, parameter and moment."""
-    return seed_of(*seed, MOMENTS.index(key))
+    return codecs.seed_of(*seed, MOMENTS.index(key))
 
 
 def first_place(parameter: nn.Parameter) -> int:
@@ -350,7 +341,7 @@ class StateLayout:
         form = self.form_of(key)
         if form is None or form.bits == 16:
             return memory.view(dtype if form is None else torch.bfloat16)
-        return low_bit_over(memory, count, bits=cast(Bits, form.bits), is_positive=key in DIVISORS)
+        return codecs.low_bit_over(memory, count, bits=cast(codecs.Bits, form.bits), is_positive=key in DIVISORS)
 
 
 def is_elementwise(kind: type[Optimizer]) -> bool:

@@ -22,15 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_vram.core.gradients import apply_clip_factor
 from lightning_vram.core.tensors.properties import stored_like
+from lightning_vram.private_names import fsdp2
 from lightning_vram.private_names.dispatcher import without_dispatch
-from lightning_vram.private_names.fsdp2 import (
-    DTensorSpec,
-    TensorMeta,
-    cut_own_shard,
-    local_shard,
-    own_shard_of,
-    stored_shard,
-)
 from lightning_vram.private_names.torch import group_reader, is_wrapped_by_scheduler, local_shard_of
 from lightning_vram.techniques.sharding import low_precision_of, scale_low_precision
 
@@ -223,8 +216,8 @@ class StepRound:
             index, number = self._left.pop(parameter)
             state, is_sharded = self.optimizer.state[parameter], isinstance(parameter, DTensor)
             # Past the classes of shards and 16-bit gradients, by which a read would join or upcast them.
-            shard = own_shard_of(parameter) if is_sharded else parameter
-            gradient = own_shard_of(own_gradient) if isinstance(own_gradient, DTensor) else own_gradient
+            shard = fsdp2.own_shard_of(parameter) if is_sharded else parameter
+            gradient = fsdp2.own_shard_of(own_gradient) if isinstance(own_gradient, DTensor) else own_gradient
             values, local = self._known.get(parameter, ([], {}))
             if len(values) == len(state) > 0 and all(map(is_, values, state.values())):
                 local = dict(local)
@@ -301,7 +294,7 @@ def scale_gradients(gradients: Iterable[Tensor], factor: Tensor) -> None:
     wide = []
     for gradient in gradients:
         if low_precision_of(gradient) is None:
-            wide.append(local_shard(gradient))
+            wide.append(fsdp2.local_shard(gradient))
         else:
             scale_low_precision(gradient, factor)
     apply_clip_factor(wide, factor)
@@ -327,7 +320,7 @@ def local_parts(
     Tensors that user code wrote to it get the strides of the ``shard`` (or contiguous ones), as fused kernels check
     none; unsharded ones, whole or this rank's part, are sharded.
     """
-    shard = stored_shard(parameter) if shard is None else shard
+    shard = fsdp2.stored_shard(parameter) if shard is None else shard
     local, is_sharded, is_plain = dict(state), isinstance(parameter, DTensor), shard.is_contiguous()
     for key, value in state.items():
         if not isinstance(value, Tensor):
@@ -335,7 +328,7 @@ def local_parts(
         now = own = local_shard_of(value) if isinstance(value, DTensor) else value
         is_fresh = is_sharded and now is value and bool(value.dim())
         if is_fresh and value.shape == parameter.shape != shard.shape:
-            now = cut_own_shard(value, cast(DTensor, parameter)).clone()
+            now = fsdp2.cut_own_shard(value, cast(DTensor, parameter)).clone()
         is_alike = type(now) is Tensor and now.layout is torch.strided and now.shape == shard.shape
         if is_alike and not (is_plain and now.is_contiguous()):
             now = now.contiguous() if is_contiguous else stored_like(now, shard)
@@ -347,7 +340,7 @@ def local_parts(
 
 def check_state(optimizer: Optimizer, parameter: nn.Parameter, key: str, value: object) -> None:
     """Refuse a value that user code wrote to an elementwise state if its shape is wrong."""
-    if isinstance(value, Tensor) and local_shard(value).shape == stored_shard(parameter).shape:
+    if isinstance(value, Tensor) and fsdp2.local_shard(value).shape == fsdp2.stored_shard(parameter).shape:
         return
     number = next(number for number, one in enumerate(iterate_parameters(optimizer)) if one is parameter)
     found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
@@ -363,8 +356,8 @@ def as_sharded(value: Any, parameter: nn.Parameter, shape: torch.Size) -> Any:
     if not (isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == shape):
         return value
     # DTensor.from_local would move it from the host to the device of the mesh.
-    like = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
-    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=like)
+    like = fsdp2.TensorMeta(parameter.shape, parameter.stride(), value.dtype)
+    spec = fsdp2.DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=like)
     return DTensor(value, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
@@ -496,12 +489,12 @@ class WholeSteps:
         state = self._optimizer.state
         sharded = [p for p in iterate_parameters(self._optimizer) if isinstance(p, DTensor)]
         for parameter in sharded:
-            proxy = self._proxies.setdefault(parameter, nn.Parameter(local_shard(parameter)))
-            proxy.data = local_shard(parameter)
+            proxy = self._proxies.setdefault(parameter, nn.Parameter(fsdp2.local_shard(parameter)))
+            proxy.data = fsdp2.local_shard(parameter)
             proxy.requires_grad_(parameter.requires_grad)
-            proxy.grad = self._given[parameter] = local_shard(parameter.grad)
+            proxy.grad = self._given[parameter] = fsdp2.local_shard(parameter.grad)
             if parameter in state:
-                state[proxy] = {key: local_shard(value) for key, value in state.pop(parameter).items()}
+                state[proxy] = {key: fsdp2.local_shard(value) for key, value in state.pop(parameter).items()}
         self._exchange(self._proxies)
 
     def _put_back(self) -> None:

@@ -35,16 +35,7 @@ from lightning_vram.optimizers.averages import LeanAverage
 from lightning_vram.optimizers.bf16_weights import LeanParameters, iterate_computing, refuse_lost_updates
 from lightning_vram.optimizers.moment_forms import UpdateCheck
 from lightning_vram.optimizers.step_round import iterate_parameters
-from lightning_vram.private_names.lightning import (
-    PUT_AVERAGE,
-    SWAP_WITH_AVERAGE,
-    MockOptimizer,
-    average_of,
-    averaging_callbacks,
-    logging_from,
-    logs_are_due,
-    running_results,
-)
+from lightning_vram.private_names import lightning as private_lightning
 from lightning_vram.private_names.torch import NormBase
 from lightning_vram.techniques.mixed_precision import Float32Islands, LossScaling, WeightCasts, keep_norms_low
 from lightning_vram.techniques.quantize_frozen_weights import read_weights_as
@@ -102,8 +93,8 @@ def _lean_parameters(module: nn.Module, islands: Collection[nn.Module]) -> list[
 def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[WeightAveraging, AveragedModel]]:
     """List ``WeightAveraging`` callbacks and their averages; refuse a module that has grown since it was copied."""
     found = []
-    for callback in averaging_callbacks(trainer):
-        average = average_of(callback)
+    for callback in private_lightning.averaging_callbacks(trainer):
+        average = private_lightning.average_of(callback)
         assert average is not None
         counts = [len(list(one.parameters())) for one in (average.module, module)]
         if counts[0] != counts[1]:
@@ -119,14 +110,14 @@ def is_logging(module: pl.LightningModule, *, always: bool = False) -> bool:
     """Whether values of this step are logged; ``always``: whether they could be."""
     trainer = module.trainer
     is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-    is_due = is_last or logs_are_due(trainer) or trainer.fast_dev_run  # type: ignore[attr-defined]
-    return not trainer.barebones and running_results(trainer) is not None and bool(is_due or always)
+    is_due = is_last or private_lightning.logs_are_due(trainer) or trainer.fast_dev_run  # type: ignore[attr-defined]
+    return not trainer.barebones and private_lightning.running_results(trainer) is not None and bool(is_due or always)
 
 
 def log_of_step(module: pl.LightningModule, values: Mapping[str, float | Tensor]) -> None:
     """Log values of a step, where :func:`is_logging`."""
     # Under manual optimization a step may end in a hook that Lightning lets no values be logged from.
-    with logging_from(module, "optimizer_step"):
+    with private_lightning.logging_from(module, "optimizer_step"):
         for name, value in values.items():
             module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
 
@@ -192,8 +183,8 @@ class PrecisionRun:
         for callback, whole in averages:
             average = LeanAverage(whole, self.module, lean)
             undo.callback(average.remove)
-            undo.callback(MethodPatch(callback, SWAP_WITH_AVERAGE, replace_by(average.swap)).remove)
-            undo.callback(MethodPatch(callback, PUT_AVERAGE, replace_by(average.put)).remove)
+            undo.callback(MethodPatch(callback, private_lightning.SWAP_WITH_AVERAGE, replace_by(average.swap)).remove)
+            undo.callback(MethodPatch(callback, private_lightning.PUT_AVERAGE, replace_by(average.put)).remove)
         if self.settings.check_updates:
             lean.check = UpdateCheck(partial(is_logging, self.module))
 
@@ -221,7 +212,9 @@ class PrecisionRun:
         holds_lr: bool,
     ) -> None:
         """Let the optimizers of a fit step the stored weights, or refuse those that cannot; register schedules."""
-        optimizers = [optimizer for optimizer in optimizers if not isinstance(optimizer, MockOptimizer)]
+        optimizers = [
+            optimizer for optimizer in optimizers if not isinstance(optimizer, private_lightning.MockOptimizer)
+        ]
         if scaler is not None:
             refuse_optimizers(self.module, optimizers)
         if self.lean is None:
@@ -301,7 +294,7 @@ class PrecisionRun:
         """Load weights exactly that were rounded on loading a checkpoint. Weights that user code changed stay."""
         if self.lean is None:
             return
-        has_average = _CURRENT in checkpoint and averaging_callbacks(self.trainer)
+        has_average = _CURRENT in checkpoint and private_lightning.averaging_callbacks(self.trainer)
         weights = checkpoint.get(_CURRENT if has_average else "state_dict", {})
         named, stored = self._named_parameters(), self.lean.parameters()
         found = {one: weights[name] for name, one in named.items() if one in stored and name in weights}

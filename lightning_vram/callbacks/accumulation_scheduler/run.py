@@ -23,16 +23,7 @@ from torch.optim import Optimizer
 from lightning_vram.core.batches.micro_batches import BatchWeight, NormMomentum, find_batch_norms
 from lightning_vram.core.gradients import scale_gradients
 from lightning_vram.core.patching import MethodPatch
-from lightning_vram.private_names.lightning import (
-    MAKE_BACKWARD,
-    MAKE_ZERO_GRAD,
-    OPTIMIZER_STEP,
-    WINDOW_ENDS,
-    epoch_ends,
-    is_accumulating,
-    skips_backward,
-    training_data,
-)
+from lightning_vram.private_names import lightning as private_lightning
 from lightning_vram.techniques.accumulation_schedule import AccumulationSchedule
 
 
@@ -230,7 +221,7 @@ class AccumulationRun:
         """Return the schedule; one that follows from the data is read again when the loader changes."""
         if self._given is not None:
             return self._given
-        loader = training_data(self._trainer.fit_loop)
+        loader = private_lightning.training_data(self._trainer.fit_loop)
         if self._planned is None or self._planned[0] is not loader:
             self._planned = loader, AccumulationSchedule("epoch", (0,), (self._plan_factor(self._trainer),))
         return self._planned[1]
@@ -246,11 +237,11 @@ class AccumulationRun:
         """Take over the loops: tuners train before any other hook."""
         self._weights = weights
         self._patches += [
-            MethodPatch(self._optimization, MAKE_BACKWARD, partial(partial, self._make_backward)),
-            MethodPatch(self._optimization, OPTIMIZER_STEP, partial(partial, self._optimizer_step)),
-            MethodPatch(self._epoch_loop, WINDOW_ENDS, partial(partial, self._ends_window)),
+            MethodPatch(self._optimization, private_lightning.MAKE_BACKWARD, partial(partial, self._make_backward)),
+            MethodPatch(self._optimization, private_lightning.OPTIMIZER_STEP, partial(partial, self._optimizer_step)),
+            MethodPatch(self._epoch_loop, private_lightning.WINDOW_ENDS, partial(partial, self._ends_window)),
             MethodPatch(self._optimization, "run", partial(partial, self._run_batch)),
-            MethodPatch(self._optimization, MAKE_ZERO_GRAD, partial(partial, self._make_zero_grad)),
+            MethodPatch(self._optimization, private_lightning.MAKE_ZERO_GRAD, partial(partial, self._make_zero_grad)),
         ]
 
     def correct_batch_norms(self, *, is_asked: bool) -> None:
@@ -278,7 +269,7 @@ class AccumulationRun:
 
     def _set_up_data(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = inner(*args, **kwargs)
-        if training_data(self._trainer.fit_loop) is not None:
+        if private_lightning.training_data(self._trainer.fit_loop) is not None:
             self.set_factor()
         return result
 
@@ -296,14 +287,14 @@ class AccumulationRun:
         window, loop = self._window, self._epoch_loop
         # Nothing is accumulated in the epoch that StochasticWeightAveraging adds for batch norm statistics; and the
         # batch that a checkpoint of a run without this callback ended with is unknown.
-        if skips_backward(self._optimization) or (window.batch is None and loop.restarting):
+        if private_lightning.skips_backward(self._optimization) or (window.batch is None and loop.restarting):
             return bool(inner())
         batch = loop.batch_progress.total.ready
         is_other = batch != window.batch
         if is_other and not self._is_processed:  # it has not begun: another hook asks in on_train_batch_start
             return (self._plan() if self._begins_window else window.length - window.num_done) == 1
         if is_other and not loop.restarting:
-            if not epoch_ends(loop):
+            if not private_lightning.epoch_ends(loop):
                 raise MisconfigurationException(
                     "AccumulationScheduler does not work with a batch that is None: ranks would not step together. "
                     "Leave such samples out in the dataset, or let training_step return None."
@@ -314,7 +305,7 @@ class AccumulationRun:
     def _run_batch(
         self, inner: Callable[..., Any], optimizer: Optimizer, batch_idx: int, kwargs: dict[str, Any]
     ) -> Any:
-        if skips_backward(self._optimization):
+        if private_lightning.skips_backward(self._optimization):
             return inner(optimizer, batch_idx, kwargs)
         if self._begins_window:
             self._window.open(self._plan())
@@ -329,7 +320,7 @@ class AccumulationRun:
             finally:
                 if self._norms is not None:  # copies, checkpoints and other callbacks see the momentum they know
                     self._norms.restore()
-        if epoch_ends(self._epoch_loop):
+        if private_lightning.epoch_ends(self._epoch_loop):
             self._window.num_done = self._window.length  # Lightning has stepped; a stream does not announce it
         return result
 
@@ -360,14 +351,14 @@ class AccumulationRun:
         """Whether the loss counts for nothing, and no rank waits for its backward: 0 * (0 / 0) is not 0."""
         if self._weights is None or not self._weights.is_known_zero:
             return False
-        strategy, is_step = self._trainer.strategy, not is_accumulating(self._epoch_loop)
+        strategy, is_step = self._trainer.strategy, not private_lightning.is_accumulating(self._epoch_loop)
         if not isinstance(strategy, SingleDeviceStrategy) and (is_step or not isinstance(strategy, DDPStrategy)):
             return False
         # A window that holds nothing has gradients of 0, rather than none, for hooks that look at them.
         return not (is_step and self._window.num_held == 0 and bool(torch.isfinite(loss).all()))
 
     def _optimizer_step(self, inner: Callable[..., Any], batch_idx: int, closure: Callable[[], Any]) -> Any:
-        if skips_backward(self._optimization):
+        if private_lightning.skips_backward(self._optimization):
             return inner(batch_idx, closure)
         has_run = False
 

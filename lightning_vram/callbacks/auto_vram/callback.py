@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_choice
+from lightning_vram.callbacks import hook_points
 from lightning_vram.callbacks.auto_vram.decision import (
     NAME,
     AppliedPlan,
@@ -21,14 +22,6 @@ from lightning_vram.callbacks.auto_vram.decision import (
     decide,
     faster_scheme,
     plan_folder,
-)
-from lightning_vram.callbacks.hook_points import (
-    OutOfMemoryRelief,
-    before_strategy_setup,
-    check_trainer,
-    rank_timeout,
-    refuse_several,
-    withdraw_from_strategy_setup,
 )
 from lightning_vram.core.ranks import RankAgreement
 from lightning_vram.estimation.batches import count_elements, largest_shape
@@ -131,11 +124,13 @@ class AutoVRAM(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        check_trainer(NAME, trainer)
+        hook_points.check_trainer(NAME, trainer)
         self._end()  # another callback's error may have cut the end of the last run short
         if stage != "fit":
             return
-        refuse_several(trainer, AutoVRAM, f"{NAME} can be used once, got several: one device has one budget.")
+        hook_points.refuse_several(
+            trainer, AutoVRAM, f"{NAME} can be used once, got several: one device has one budget."
+        )
         limit = limit_bytes(_BUDGET, self.budget, trainer.strategy.root_device)
         guards = [self._make_guard(trainer)] if can_repeat_step(trainer) else []
         folder = plan_folder(trainer) if self.cache else None
@@ -145,7 +140,7 @@ class AutoVRAM(Callback):
                 trainer,
                 pl_module,
                 limit,
-                rank_timeout(trainer),
+                hook_points.rank_timeout(trainer),
                 partial(decide, asked),
                 run_callbacks=self.run_callbacks,
             )
@@ -157,7 +152,7 @@ class AutoVRAM(Callback):
         self._plan = AppliedPlan(trainer, decision, guards if is_guarded else [])
         if decision.kind == "fallback":
             is_guarded &= bool(guards)
-            before_strategy_setup(trainer, partial(self._fall_back, trainer, self._plan, limit, is_guarded))
+            hook_points.before_strategy_setup(trainer, partial(self._fall_back, trainer, self._plan, limit, is_guarded))
         else:
             (rank_zero_info if decision.kind == "info" else rank_zero_warn)(decision.message)
 
@@ -188,7 +183,7 @@ class AutoVRAM(Callback):
         took = None if self._first_steps is None else self._first_steps.end_batch()
         if took is not None and self._plan is not None:
             self._first_steps = None
-            _correct(self._plan, RankAgreement(rank_timeout(trainer)), *took)
+            _correct(self._plan, RankAgreement(hook_points.rank_timeout(trainer)), *took)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -196,7 +191,7 @@ class AutoVRAM(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        withdraw_from_strategy_setup(trainer)
+        hook_points.withdraw_from_strategy_setup(trainer)
         self._end(exception)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -216,7 +211,7 @@ class AutoVRAM(Callback):
         note = f"{NAME}: no tighter plan is left."
         if self._level == Exactness.EXACT:
             note += " allow='lossless' would split the batch into micro-batches."
-        guard.relief = OutOfMemoryRelief(self._tighten, self._level >= Exactness.LOSSLESS, note)
+        guard.relief = hook_points.OutOfMemoryRelief(self._tighten, self._level >= Exactness.LOSSLESS, note)
         return guard  # type: ignore[no-any-return]
 
     def _tighten(self) -> bool:

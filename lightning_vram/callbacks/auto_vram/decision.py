@@ -29,14 +29,7 @@ from lightning_vram.estimation.fake_trainer import parts_of
 from lightning_vram.estimation.running_trainer import AUTO, RunningTrainer
 from lightning_vram.estimation.step_time import StepTime
 from lightning_vram.estimation.traced_fit import reason_of
-from lightning_vram.memory.device.accelerators import (
-    PeakWatch,
-    can_limit,
-    empty_cache,
-    has_cache,
-    has_statistics,
-    total_bytes,
-)
+from lightning_vram.memory.device import accelerators
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.workspaces import measure_bus
 from lightning_vram.memory.units import format_argument, parse_bytes
@@ -162,7 +155,7 @@ def _find(run: RunningTrainer, budget_bytes: int, asked: PlanRequest, started: f
 
 def _with_measured_bus(spec: DeviceSpec | None) -> DeviceSpec | None:
     """Measure the PCIe bandwidth: a slot may give less than the specification."""
-    if spec is None or not has_statistics(torch.device(spec.name).type):
+    if spec is None or not accelerators.has_statistics(torch.device(spec.name).type):
         return spec
     device = torch.device(spec.name)
     try:
@@ -170,7 +163,7 @@ def _with_measured_bus(spec: DeviceSpec | None) -> DeviceSpec | None:
     except torch.OutOfMemoryError:
         return spec
     finally:
-        empty_cache(device)
+        accelerators.empty_cache(device)
 
 
 def tighter_scheme(scheme: Scheme, found: Found | None, *, may_checkpoint: bool) -> Scheme | None:
@@ -199,7 +192,7 @@ def _lower_budget(checkpointing: Part, scheme: Scheme, found: Found) -> Part:
 
 def can_repeat_step(trainer: pl.Trainer) -> bool:
     """Whether a step can be repeated after an OOM: not if ranks wait within it, or some parameters have stepped."""
-    is_alone = trainer.world_size == 1 and has_cache(trainer.strategy.root_device)
+    is_alone = trainer.world_size == 1 and accelerators.has_cache(trainer.strategy.root_device)
     names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
     return is_alone and trainer.lightning_module.automatic_optimization and may_be_guarded(names)
 
@@ -288,7 +281,7 @@ class FirstSteps:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._watch = PeakWatch(device)
+        self._watch = accelerators.PeakWatch(device)
         self._num_batches = 0
         self._started = 0.0
 
@@ -345,7 +338,12 @@ def plan_key(run: RunningTrainer, plain: Measured, asked: tuple[Any, ...]) -> st
     parts = (
         asdict(plain),
         asked,
-        (name, total_bytes(device) if can_limit(device) else 0, run.fit.num_ranks, run.num_devices),
+        (
+            name,
+            accelerators.total_bytes(device) if accelerators.can_limit(device) else 0,
+            run.fit.num_ranks,
+            run.num_devices,
+        ),
         [(name, str(one.dtype), one.requires_grad) for name, one in run.module.named_parameters()],
         {
             kind: [type(one).__name__ for one in some]

@@ -11,20 +11,14 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_positive_int
-from lightning_vram.callbacks.hook_points import (
-    AroundStep,
-    Depth,
-    FitTechnique,
-    refuse_moved_parameters,
-    refuse_several,
-)
+from lightning_vram.callbacks import hook_points
 from lightning_vram.core.layers import check_layers
 from lightning_vram.techniques.chunked_loss import ChunkedLossHandle, apply_chunked_loss, settle
 
 _STEPS = ("training_step", "validation_step")
 
 
-class ChunkedLoss(FitTechnique):
+class ChunkedLoss(hook_points.FitTechnique):
     """Compute a language-model loss in chunks of tokens, without materializing the logits.
 
     Also known as fused linear cross entropy. ``cross_entropy``, ``nll_loss``, ``kl_div``, and losses written with
@@ -61,13 +55,13 @@ class ChunkedLoss(FitTechnique):
         self.heads = heads
         self.chunk = chunk
         self._handle: ChunkedLossHandle | None = None
-        self._contexts: list[AroundStep] = []
+        self._contexts: list[hook_points.AroundStep] = []
         self._has_logged = False
 
     @override
     def _check(self, trainer: pl.Trainer) -> None:
-        refuse_moved_parameters("ChunkedLoss", trainer, "logits are computed with")
-        refuse_several(trainer, ChunkedLoss, "Two ChunkedLoss in one Trainer: pass all heads to one.")
+        hook_points.refuse_moved_parameters("ChunkedLoss", trainer, "logits are computed with")
+        hook_points.refuse_several(trainer, ChunkedLoss, "Two ChunkedLoss in one Trainer: pass all heads to one.")
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
@@ -78,7 +72,9 @@ class ChunkedLoss(FitTechnique):
         self._handle = handle
         for step in _STEPS:
             look = partial(settle, why=f"the result of {step}")
-            around = AroundStep(trainer.strategy, step, Depth.OBSERVATION, lambda *_, **__: handle.active(), look)
+            around = hook_points.AroundStep(
+                trainer.strategy, step, hook_points.Depth.OBSERVATION, lambda *_, **__: handle.active(), look
+            )
             self._contexts.append(around)
 
     def _log_whole_logits(self, head: str, function: str) -> None:

@@ -23,13 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_number, check_positive_int
-from lightning_vram.callbacks.hook_points import (
-    FitTechnique,
-    OutOfMemoryRelief,
-    before_strategy_setup,
-    rank_timeout,
-    refuse_moved_parameters,
-)
+from lightning_vram.callbacks import hook_points
 from lightning_vram.callbacks.micro_batching.runner import MicroBatch, MicroBatchRunner, why_counts_must_be_equal
 from lightning_vram.core.batches.micro_batches import (
     BatchWeight,
@@ -44,16 +38,7 @@ from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.core.ranks import RankAgreement
 from lightning_vram.core.rollback import iterate_members
 from lightning_vram.core.tensors.properties import is_sharded
-from lightning_vram.private_names.lightning import (
-    MAKE_BACKWARD,
-    MAKE_CLOSURE,
-    MAKE_ZERO_GRAD,
-    AutomaticOptimization,
-    blocked_sync,
-    call_hook,
-    is_accumulating,
-    make_step,
-)
+from lightning_vram.private_names import lightning as private_lightning
 from lightning_vram.private_names.torch import has_accumulation_hooks, own_parameters
 from lightning_vram.techniques.micro_batching import (
     AgreedSizes,
@@ -66,7 +51,7 @@ from lightning_vram.techniques.sharding import can_recover
 
 def _check_trainer(trainer: pl.Trainer, *, is_training: bool) -> None:
     """Refuse what cannot work, in the ``setup`` hooks, before anything has changed."""
-    refuse_moved_parameters("MicroBatching", trainer, "a second forward in one step would find elsewhere")
+    hook_points.refuse_moved_parameters("MicroBatching", trainer, "a second forward in one step would find elsewhere")
     module = trainer.lightning_module
     steps = ["training_step"] if is_training else ["validation_step", "test_step", "predict_step"]
     for step in steps:
@@ -151,21 +136,23 @@ class MicroBatchClosure(Closure):
 
     def __init__(
         self,
-        loop: AutomaticOptimization,
+        loop: private_lightning.AutomaticOptimization,
         kwargs: OrderedDict[str, Any],
         optimizer: Optimizer,
         batch_idx: int,
         runner: MicroBatchRunner,
         reduced_by_hand: DistributedDataParallel | None,
     ) -> None:
-        super().__init__(step_fn=make_step(loop, kwargs))
+        super().__init__(step_fn=private_lightning.make_step(loop, kwargs))
         self._loop = loop
         self._trainer = loop.trainer
         self._kwargs = kwargs
         self._optimizer = optimizer
         self._runner = runner
-        self._backward: Callable[[Tensor], None] | None = getattr(loop, MAKE_BACKWARD)(optimizer)
-        self._zero_grad: Callable[[], None] | None = getattr(loop, MAKE_ZERO_GRAD)(batch_idx, optimizer)
+        self._backward: Callable[[Tensor], None] | None = getattr(loop, private_lightning.MAKE_BACKWARD)(optimizer)
+        self._zero_grad: Callable[[], None] | None = getattr(loop, private_lightning.MAKE_ZERO_GRAD)(
+            batch_idx, optimizer
+        )
         self._reduced_by_hand = reduced_by_hand if self._backward is not None else None
         self._has_run_backward = False
 
@@ -175,13 +162,13 @@ class MicroBatchClosure(Closure):
         batch, by_hand = next(iter(self._kwargs.values())), self._reduced_by_hand
         if by_hand is not None:
             sync_buffers(by_hand)  # not inside of an attempt, which must not wait for other ranks
-        with blocked_sync(self._trainer.strategy, block=by_hand is not None):
+        with private_lightning.blocked_sync(self._trainer.strategy, block=by_hand is not None):
             outputs = self._runner.run(batch, self._step, self._parameters, zeroes=self._zero_grad is not None)
-        if by_hand is not None and not is_accumulating(self._trainer.fit_loop.epoch_loop):
+        if by_hand is not None and not private_lightning.is_accumulating(self._trainer.fit_loop.epoch_loop):
             reduce_gradients(by_hand)
             expect_buffer_sync(by_hand)
         if self._has_run_backward:
-            call_hook(self._trainer, _AFTER)  # once, for those who have not heard it of each part
+            private_lightning.call_hook(self._trainer, _AFTER)  # once, for those who have not heard it of each part
         return self._combine(outputs)
 
     def _step(self, part: MicroBatch) -> ClosureResult:
@@ -189,8 +176,8 @@ class MicroBatchClosure(Closure):
             self._has_run_backward = False  # of an attempt that failed
         kwargs = OrderedDict(self._kwargs)
         kwargs[next(iter(kwargs))] = part.batch
-        with nullcontext() if part.is_last else blocked_sync(self._trainer.strategy, block=True):
-            result = make_step(self._loop, kwargs)()
+        with nullcontext() if part.is_last else private_lightning.blocked_sync(self._trainer.strategy, block=True):
+            result = private_lightning.make_step(self._loop, kwargs)()
             if result.closure_loss is None:
                 self.warning_cache.warn(
                     "`training_step` returned `None`. If this was on purpose, ignore this warning..."
@@ -301,7 +288,7 @@ class _Run:
     logged_size: int | None = None
 
 
-class MicroBatching(FitTechnique):
+class MicroBatching(hook_points.FitTechnique):
     """Split each batch into micro-batches inside one optimizer step, by default only after an out-of-memory error.
 
     ``training_step`` runs once per micro-batch, forward and backward, so only one micro-batch's activations are in
@@ -408,7 +395,7 @@ class MicroBatching(FitTechnique):
         }
         self._run = _Run()
         self._last_size: int | None = None
-        self.relief: OutOfMemoryRelief | None = None  # is tried before a batch is cut; of AutoVRAM
+        self.relief: hook_points.OutOfMemoryRelief | None = None  # is tried before a batch is cut; of AutoVRAM
 
     def starting_with(self, size: int) -> "MicroBatching":
         """Return a copy whose ``"auto"`` starts with ``size`` samples, as if it had found this size."""
@@ -430,7 +417,7 @@ class MicroBatching(FitTechnique):
         super().setup(trainer, pl_module, stage)
         if stage != "fit" and self.eval is not None:
             _check_trainer(trainer, is_training=False)
-            before_strategy_setup(trainer, lambda: self._apply_to_evaluation(trainer))
+            hook_points.before_strategy_setup(trainer, lambda: self._apply_to_evaluation(trainer))
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -481,7 +468,7 @@ class MicroBatching(FitTechnique):
             by_hand = _reduced_by_hand(trainer, retries=runner.retries, weighs=runner.weighs)
             return MicroBatchClosure(loop, kwargs, optimizer, batch_idx, runner, by_hand)
 
-        self._run.patches.append(MethodPatch(loop, MAKE_CLOSURE, replace_by(make_closure)))
+        self._run.patches.append(MethodPatch(loop, private_lightning.MAKE_CLOSURE, replace_by(make_closure)))
         if self.eval is not None:
             self._apply_to_evaluation(trainer)
 
@@ -507,7 +494,7 @@ class MicroBatching(FitTechnique):
                 "failed forward or backward. Give a fixed size, such as MicroBatching(8)."
             )
         if trainer.world_size > 1:
-            self._run.agreement = RankAgreement(rank_timeout(trainer))
+            self._run.agreement = RankAgreement(hook_points.rank_timeout(trainer))
         weight = _read_weight(self.weight)
         module = trainer.lightning_module
         split = self._split or getattr(module, "split_batch", None)

@@ -20,15 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_choice
-from lightning_vram.callbacks.hook_points import (
-    FitTechnique,
-    gradient_users,
-    is_scaled,
-    own_gradient_hooks,
-    refuse_moved_parameters,
-    uses_gradients,
-    why_not_early,
-)
+from lightning_vram.callbacks import hook_points
 from lightning_vram.core.gradients import why_reducer_is_needed
 from lightning_vram.core.patching import MethodPatch
 from lightning_vram.optimizers.in_backward import BackwardSteps, Clipping
@@ -43,7 +35,7 @@ _NEEDS_ALL = (
 
 def check_run(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients: bool) -> None:
     """Refuse what cannot work, in the ``setup`` hooks, before anything has changed."""
-    refuse_moved_parameters(NAME, trainer, "it steps")
+    hook_points.refuse_moved_parameters(NAME, trainer, "it steps")
     if hasattr(trainer.strategy, "moments"):  # of fsdp_offload
         raise MisconfigurationException(
             f"{NAME} does not work with {type(trainer.strategy).__name__}, which steps itself as gradients become "
@@ -72,15 +64,15 @@ def clips_by_norm(trainer: pl.Trainer) -> bool:
 
 def check_training(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients: bool) -> None:
     """Refuse what shows only once the module is wrapped: a scaler, and what only DDP's reducer can do."""
-    if is_scaled(trainer) and not keep_gradients:
+    if hook_points.is_scaled(trainer) and not keep_gradients:
         raise MisconfigurationException(_NEEDS_ALL.format("a GradScaler", "precision='bf16-mixed'"))
-    if is_scaled(trainer) and max_norm != "two-pass":
+    if hook_points.is_scaled(trainer) and max_norm != "two-pass":
         raise MisconfigurationException(
             f"{NAME}(max_norm={max_norm!r}) does not work with a GradScaler, which checks all gradients before any "
             "step: use max_norm='two-pass' (exact; runs each backward twice) or "
             "precision='bf16-mixed'."
         )
-    if is_scaled(trainer) and isinstance(trainer.strategy, ModelParallelStrategy):
+    if hook_points.is_scaled(trainer) and isinstance(trainer.strategy, ModelParallelStrategy):
         raise MisconfigurationException(
             f"{NAME} does not work with a GradScaler under {type(trainer.strategy).__name__}: use "
             "precision='bf16-mixed', 'ddp' or a single device."
@@ -115,7 +107,7 @@ def _zero_gradients(zero: Callable[..., None], /, epoch: int, batch_idx: int, op
 def _check_accumulation(trainer: pl.Trainer) -> None:
     if trainer.gradient_clip_val:
         raise MisconfigurationException(_NEEDS_ALL.format("gradient_clip_val", "no clipping"))
-    user = next((type(one).__name__ for one in trainer.callbacks if uses_gradients(one)), None)  # type: ignore[attr-defined]
+    user = next((type(one).__name__ for one in trainer.callbacks if hook_points.uses_gradients(one)), None)  # type: ignore[attr-defined]
     if user is not None:
         raise MisconfigurationException(_NEEDS_ALL.format(user, f"no {user}"))
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
@@ -125,7 +117,7 @@ def _check_accumulation(trainer: pl.Trainer) -> None:
 def _check_hooks(trainer: pl.Trainer) -> None:
     module = trainer.lightning_module
     for owner in (module, *trainer.callbacks):  # type: ignore[attr-defined]
-        hook, name = next(own_gradient_hooks(owner), None), type(owner).__name__
+        hook, name = next(hook_points.own_gradient_hooks(owner), None), type(owner).__name__
         if hook is not None:
             way_out = (
                 "Remove it" if owner is module else f"Set uses_gradients = False in {name} if it leaves them alone"
@@ -139,7 +131,7 @@ def _check_hooks(trainer: pl.Trainer) -> None:
 MaxNorm = Literal["two-pass", "previous"]
 
 
-class OptimizerInBackward(FitTechnique):
+class OptimizerInBackward(hook_points.FitTechnique):
     """Step each parameter during the backward, and free its gradient at once. Other name: fused backward.
 
     The optimizer is the object that ``configure_optimizers`` returned, with its parameter groups, schedulers, hooks and
@@ -219,7 +211,7 @@ class OptimizerInBackward(FitTechnique):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         check_training(trainer, self.max_norm, keep_gradients=self.keep_gradients)
         self._has_warned = False
-        user = next(gradient_users(trainer), None)
+        user = next(hook_points.gradient_users(trainer), None)
         if user is not None:
             self._warn_of(user)
         elif trainer.accumulate_grad_batches > 1 and self.keep_gradients:
@@ -250,7 +242,7 @@ class OptimizerInBackward(FitTechnique):
             self._patches.append(MethodPatch(pl_module, "optimizer_zero_grad", partial(partial, _zero_gradients)))
 
     def _may_be_early(self, trainer: pl.Trainer, closure: Any) -> bool:
-        user = why_not_early(trainer, closure)
+        user = hook_points.why_not_early(trainer, closure)
         if user is not None and not self._has_warned:
             self._warn_of(user)
         return user is None

@@ -20,14 +20,7 @@ from lightning_vram.callbacks.hook_points import FitTechnique, refuse_moved_para
 from lightning_vram.core.layers import LayerPattern, check_layers
 from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.private_names.fsdp2 import (
-    dtype_to_compute,
-    groups_of,
-    is_sharded,
-    look_past_attribute,
-    place_of,
-    shards_integers,
-)
+from lightning_vram.private_names import fsdp2
 from lightning_vram.private_names.lightning import refuse_callbacks, saves_folders
 from lightning_vram.techniques.quantize_frozen_weights import (
     MIN_BLOCK_SIZE,
@@ -158,7 +151,7 @@ class QuantizeFrozenWeights(FitTechnique):
             import_module(self.library)  # now, not in the first forward
         refuse_moved_parameters(_NAME, trainer, "quantized weights belong to")
         strategy: Any = trainer.strategy
-        if hasattr(type(strategy), "device_mesh") and not shards_integers:  # ModelParallelStrategy, fsdp_offload
+        if hasattr(type(strategy), "device_mesh") and not fsdp2.shards_integers:  # ModelParallelStrategy, fsdp_offload
             raise MisconfigurationException(
                 f"{_NAME} with {type(strategy).__name__} needs torch >= 2.13, got {torch.__version__}, whose FSDP2 "
                 "shards no integers: use 'ddp' or a single device."
@@ -197,7 +190,7 @@ class QuantizeFrozenWeights(FitTechnique):
             )
         self._quantize(trainer)
         assert self._quantized is not None
-        for part in filter(is_sharded, module.modules()):
+        for part in filter(fsdp2.is_sharded, module.modules()):
             _fit_shards(part)
         _report(self._quantized, module, is_fit=trainer.training)
 
@@ -284,12 +277,12 @@ class QuantizeFrozenWeights(FitTechnique):
 
 def _fit_shards(part: nn.Module) -> None:
     """Let FSDP2 shard quantized weights of ``part`` by their bytes, and read them in the dtype that it casts to."""
-    for group in groups_of(part):
+    for group in fsdp2.groups_of(part):
         for parameter in group.fsdp_params:
-            look_past_attribute(parameter)
-            weight = quantized_weight(place_of(parameter)[0])
+            fsdp2.look_past_attribute(parameter)
+            weight = quantized_weight(fsdp2.place_of(parameter)[0])
             if weight is not None:
-                weight.form.read_as = dtype_to_compute(group, parameter)
+                weight.form.read_as = fsdp2.dtype_to_compute(group, parameter)
 
 
 def _report(quantized: QuantizedLayers, module: nn.Module, *, is_fit: bool) -> None:

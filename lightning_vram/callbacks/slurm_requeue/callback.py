@@ -39,16 +39,7 @@ from lightning_vram.callbacks.slurm_requeue.job import (
 from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.core.processes import StopSignals, StopVote, leave_group_at_exit, note_signal, shielded_daemons
 from lightning_vram.core.ranks import RankAgreement, naming_lost_peers
-from lightning_vram.private_names.lightning import (
-    SIGTERM_HANDLER,
-    checkpoint_connector,
-    cluster_environment,
-    is_accumulating,
-    is_sequential,
-    signal_connector,
-    validates_by_clock,
-    validation_follows,
-)
+from lightning_vram.private_names import lightning as private_lightning
 from lightning_vram.startup import let_through
 
 _folders: list[RequeueFolder] = []  # that of the fit of this program, once it has begun
@@ -129,7 +120,7 @@ class SlurmRequeue(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_trainer("SlurmRequeue", trainer)
         refuse_several(trainer, SlurmRequeue, "SlurmRequeue can be used once, got several. Remove all but one.")
-        check_tasks(cluster_environment(trainer), trainer.num_devices, trainer.num_nodes)
+        check_tasks(private_lightning.cluster_environment(trainer), trainer.num_devices, trainer.num_nodes)
         self._release()
         agreement = RankAgreement(rank_timeout(trainer))
         self._undo.callback(agreement.close)
@@ -152,11 +143,13 @@ class SlurmRequeue(Callback):
 
     def _replace_handlers(self, trainer: pl.Trainer) -> None:
         """Replace the signal handlers of Lightning, which wait for other ranks."""
-        environment = cluster_environment(trainer)
+        environment = private_lightning.cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             environment.auto_requeue = False
             self._undo.callback(vars(environment).update, auto_requeue=True)
-        self._patch(signal_connector(trainer), SIGTERM_HANDLER, replace_by(note_signal))
+        self._patch(
+            private_lightning.signal_connector(trainer), private_lightning.SIGTERM_HANDLER, replace_by(note_signal)
+        )
         self._undo.enter_context(shielded_daemons(self._signals.signals))
         if not self._signals.install():
             rank_zero_warn("SlurmRequeue has no effect outside of the main thread: only that thread receives signals.")
@@ -182,7 +175,7 @@ class SlurmRequeue(Callback):
         self._folder = folder = open_folder(trainer, agreement, self.dirpath, job)
         _folders.append(folder)
         start = partial(partial, self._start, trainer, folder, resume)
-        self._patch(checkpoint_connector(trainer), "resume_start", start)
+        self._patch(private_lightning.checkpoint_connector(trainer), "resume_start", start)
         self._patch(trainer.fit_loop, "run", partial(partial, self._run, trainer, folder, resume))
         self._patch(trainer.fit_loop.epoch_loop, "advance", partial(partial, self._advance, trainer))
 
@@ -210,9 +203,9 @@ class SlurmRequeue(Callback):
             is_stopping = self._vote.exchange()
         loop = trainer.fit_loop.epoch_loop
         # A checkpoint made now has to be one that can be resumed. Lightning's counters do not say what follows a batch.
-        if is_stopping and not loop.restarting and not is_accumulating(loop):
-            by_clock = validates_by_clock(trainer)  # ranks' clocks differ
-            if by_clock or not validation_follows(loop, fetcher):
+        if is_stopping and not loop.restarting and not private_lightning.is_accumulating(loop):
+            by_clock = private_lightning.validates_by_clock(trainer)  # ranks' clocks differ
+            if by_clock or not private_lightning.validation_follows(loop, fetcher):
                 self._stop(trainer)
         advance(fetcher)
 
@@ -248,7 +241,9 @@ class SlurmRequeue(Callback):
             stage = "test" if trainer.testing else "predict" if trainer.predicting else "val"
             num_batches = getattr(trainer, f"num_{stage}_batches")  # of each loader
             with self._peers:
-                self._vote.limit(sum(num_batches) if is_sequential(trainer) else min(num_batches, default=0))
+                self._vote.limit(
+                    sum(num_batches) if private_lightning.is_sequential(trainer) else min(num_batches, default=0)
+                )
 
     on_test_start = on_validation_start
     on_predict_start = on_validation_start
@@ -259,7 +254,9 @@ class SlurmRequeue(Callback):
             return
         with self._peers:
             is_stopping = self._vote.exchange_limited()
-        if is_stopping and (trainer.state.fn != "fit" or not is_accumulating(trainer.fit_loop.epoch_loop)):
+        if is_stopping and (
+            trainer.state.fn != "fit" or not private_lightning.is_accumulating(trainer.fit_loop.epoch_loop)
+        ):
             self._stop(trainer)
 
     on_test_batch_end = on_validation_batch_end
@@ -281,7 +278,9 @@ class SlurmRequeue(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         atexit.unregister(_end_program)  # the job may be started again
         if not isinstance(exception, JobStopped):  # its process is about to end, and the handlers with it
-            signal_connector(trainer).teardown()  # else it would put our handlers back, which it found there
+            private_lightning.signal_connector(
+                trainer
+            ).teardown()  # else it would put our handlers back, which it found there
             # srun ends the other tasks of a step in which one has failed: SIGTERM would end this one while it clears
             # up, before Python says what the error was.
             self._release(has_failed=True)

@@ -15,12 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_vram.core.patching import MethodPatch
 from lightning_vram.core.random_state import read_global_states, write_global_states
 from lightning_vram.core.ranks import RankAgreement
-from lightning_vram.private_names.lightning import (
-    LOAD_LOADER_STATES,
-    set_sampler_epoch,
-    stop_restarting,
-    training_data,
-)
+from lightning_vram.private_names import lightning as private_lightning
 from lightning_vram.techniques.exact_resume import (
     can_be_stateful,
     has_length,
@@ -53,7 +48,7 @@ class ExactResume:
         self._before_validation: dict[str, Any] | None = None
         loop = trainer.fit_loop
         self._patches = [
-            MethodPatch(loop, LOAD_LOADER_STATES, partial(partial, self._load_loaders)),
+            MethodPatch(loop, private_lightning.LOAD_LOADER_STATES, partial(partial, self._load_loaders)),
             MethodPatch(loop, "setup_data", partial(partial, self._set_up_data)),
             MethodPatch(loop.epoch_loop, "reset", partial(partial, self._reset)),
             MethodPatch(loop.epoch_loop.val_loop, "run", partial(partial, self._validate)),
@@ -101,7 +96,7 @@ class ExactResume:
         configs = self._trainer.lr_scheduler_configs
         monitors = {config.monitor for config in configs if config.reduce_on_plateau}
         if monitors and monitors <= self._trainer.callback_metrics.keys():
-            stop_restarting(self._trainer.fit_loop)
+            private_lightning.stop_restarting(self._trainer.fit_loop)
 
     def skip_ended_fit(self) -> bool:
         """Restore the generators of a fit that had ended, and has nothing left to do; return whether it had."""
@@ -133,7 +128,7 @@ class ExactResume:
 
     def _load_loaders(self, load: Callable[[], None]) -> None:
         """Right before loaders are iterated over."""
-        combined = training_data(self._trainer.fit_loop)
+        combined = private_lightning.training_data(self._trainer.fit_loop)
         assert combined is not None
         other = "" if all(map(has_length, combined.flattened)) else _NO_LENGTH
         self._loaders = [(loader, can_be_stateful(loader) or other) for loader in combined.flattened]
@@ -148,7 +143,7 @@ class ExactResume:
         self._restore_random(self._mine(state))
         if state["epoch_has_ended"]:  # with workers the order of the next epoch is drawn now; Lightning sets it later
             for loader, _ in self._loaders:
-                set_sampler_epoch(loader, self._trainer.fit_loop.epoch_progress.current.ready)
+                private_lightning.set_sampler_epoch(loader, self._trainer.fit_loop.epoch_progress.current.ready)
         elif share_generators(loader for loader, why in self._loaders if not why):
             rank_zero_warn(
                 "SlurmRequeue cannot restore a generator that several training loaders share: the data order "

@@ -19,25 +19,7 @@ from typing_extensions import override
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.fake_device import FAKE_GPU_TYPE
 from lightning_vram.memory.estimate.known_values import is_mask
-from lightning_vram.private_names.dispatcher import (
-    ASK_DEVICE,
-    BEHIND_AUTOCAST,
-    INDEX_PUT,
-    Kernel,
-    OpOverload,
-    UnwrappedMode,
-    cudnn_attention,
-    efficient_attention,
-    efficient_backward,
-    exclude_key,
-    flash_attention,
-    flash_backward,
-    given_arguments,
-    math_attention,
-    operator_named,
-    preferred_backends,
-    run_composite_kernel,
-)
+from lightning_vram.private_names import dispatcher
 from lightning_vram.private_names.torch import tensors_in
 
 Capability = tuple[int, int]
@@ -69,7 +51,7 @@ class Attention:
 
 def choose_backend(call: Attention, capability: Capability) -> SDPBackend:
     """Return the kernel that CUDA chooses on a GPU of this compute capability."""
-    order = preferred_backends()
+    order = dispatcher.preferred_backends()
     is_default = order[:2] == [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
     if is_default and capability[0] in (9, 10):
         order = [SDPBackend.CUDNN_ATTENTION, *order]
@@ -176,13 +158,15 @@ def _attend(call: Attention, backend: SDPBackend) -> Any:
         width = call.query.shape[-1]
         scale = call.scale if call.scale is not None else width**-0.5
         padded = [F.pad(t, (0, -width % 8)) if width % 8 else t for t in tensors]
-        result: Tensor = flash_attention(*padded, call.dropout_p, call.is_causal, scale=scale)[0]
+        result: Tensor = dispatcher.flash_attention(*padded, call.dropout_p, call.is_causal, scale=scale)[0]
         return result[..., :width] if width % 8 else result
     mask = _added_mask(call, is_aligned=backend == SDPBackend.EFFICIENT_ATTENTION)
     rest: dict[str, Any] = {"scale": call.scale}
     if backend == SDPBackend.MATH:
-        return math_attention(*tensors, mask, call.dropout_p, call.is_causal, enable_gqa=call.enable_gqa, **rest)[0]
-    kernel = cudnn_attention if backend == SDPBackend.CUDNN_ATTENTION else efficient_attention
+        return dispatcher.math_attention(
+            *tensors, mask, call.dropout_p, call.is_causal, enable_gqa=call.enable_gqa, **rest
+        )[0]
+    kernel = dispatcher.cudnn_attention if backend == SDPBackend.CUDNN_ATTENTION else dispatcher.efficient_attention
     return kernel(*tensors, mask, call.needs_gradients, call.dropout_p, call.is_causal, **rest)[0]
 
 
@@ -210,7 +194,7 @@ _ONE_KERNEL = ("aten::silu_backward", "aten::mish_backward")
 _FUSED_STEPS = ("aten::_fused_sgd_", "aten::_fused_sgd_.tensor_lr", "aten::_fused_adagrad_")
 
 
-def kernels_of(capability: Capability, notes: dict[str, None]) -> dict[str, Kernel]:
+def kernels_of(capability: Capability, notes: dict[str, None]) -> dict[str, dispatcher.Kernel]:
     """Return the kernel of each operator by its name; ``notes`` gets, as keys, what a reader of numbers should know."""
 
     def attend(op: Any, given: dict[str, Any]) -> Any:
@@ -222,17 +206,17 @@ def kernels_of(capability: Capability, notes: dict[str, None]) -> dict[str, Kern
         "aten::rms_norm": _normalise,
         **dict.fromkeys(_RECURRENT, partial(_run_recurrent, notes)),
         **dict.fromkeys(_FUSED_STEPS, lambda op, given: None),
-        **dict.fromkeys(_TAKEN_APART, lambda op, given: run_composite_kernel(op, **given)),
+        **dict.fromkeys(_TAKEN_APART, lambda op, given: dispatcher.run_composite_kernel(op, **given)),
         **dict.fromkeys(_ONE_KERNEL, lambda _, given: torch.empty_like(given["grad_output"])),
     }
-    return {name: partial(_run, way, operator_named(name)) for name, way in ways.items()}
+    return {name: partial(_run, way, dispatcher.operator_named(name)) for name, way in ways.items()}
 
 
 def _run(way: _Way, op: Any, /, *args: Any, **kwargs: Any) -> Any:
     first = next(tensors_in(args), None)
     if first is not None and first.device.type == FAKE_GPU_TYPE:
-        return way(op, given_arguments(op, args, kwargs))
-    with exclude_key(BEHIND_AUTOCAST):
+        return way(op, dispatcher.given_arguments(op, args, kwargs))
+    with dispatcher.exclude_key(dispatcher.BEHIND_AUTOCAST):
         return op(*args, **kwargs)
 
 
@@ -245,7 +229,7 @@ def is_channels_last(tensor: Tensor) -> bool:
 def _normalise(op: Any, given: dict[str, Any]) -> Tensor:
     x, weight = given["input"], given.get("weight")
     if is_channels_last(x) or (weight is not None and weight.dtype is not x.dtype):
-        return run_composite_kernel(op, **given)  # type: ignore[no-any-return]
+        return dispatcher.run_composite_kernel(op, **given)  # type: ignore[no-any-return]
     return rms_norm(x, given["normalized_shape"], weight)
 
 
@@ -348,7 +332,7 @@ class Processors(NamedTuple):
     num_threads: int
 
 
-class Scratch(UnwrappedMode):
+class Scratch(dispatcher.UnwrappedMode):
     """Reports what kernels take in addition to their results, after each has its results."""
 
     def __init__(self, card: DeviceSpec, device: torch.device, on_scratch: OnScratch) -> None:
@@ -361,12 +345,12 @@ class Scratch(UnwrappedMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ASK_DEVICE:
+        if func is dispatcher.ASK_DEVICE:
             return args[0].device
         result = func(*args, **(kwargs or {}))
-        blocks_of = _BLOCKS.get(func) if isinstance(func, OpOverload) else None
+        blocks_of = _BLOCKS.get(func) if isinstance(func, dispatcher.OpOverload) else None
         if blocks_of is not None and args[0].device.type == self._device.type:
-            given = {**given_arguments(func, args, kwargs or {}), "result": result}
+            given = {**dispatcher.given_arguments(func, args, kwargs or {}), "result": result}
             for sizes in blocks_of(given, self._processors):
                 self._on_scratch(str(func), self._device, sizes)
         return result
@@ -427,9 +411,9 @@ _BLOCKS: dict[Any, Callable[[Mapping[str, Any], Processors], _Blocks]] = {
     **dict.fromkeys(_VARIANCES, partial(_reduce, _WELFORD_BYTES)),
     # places that masks select, as ``nonzero`` finds them
     _aten.index.Tensor: lambda given, _: ((_place_bytes(given["indices"], given["result"], given["self"].dim()),),),
-    **dict.fromkeys((_aten.index_put.default, _aten.index_put_.default, INDEX_PUT), _sorted_index_put),
-    flash_backward: _flash_backward,
-    efficient_backward: _efficient_backward,
+    **dict.fromkeys((_aten.index_put.default, _aten.index_put_.default, dispatcher.INDEX_PUT), _sorted_index_put),
+    dispatcher.flash_backward: _flash_backward,
+    dispatcher.efficient_backward: _efficient_backward,
 }
 
 _Axes = list[tuple[int, int]]  # stride and size, fastest first, without sizes of 1, joined where they can be

@@ -17,28 +17,8 @@ from typing_extensions import override
 from lightning_vram.memory.estimate.cuda_kernels import CHANNELS_LAST, Capability, is_channels_last, kernels_of
 from lightning_vram.memory.estimate.fake_device import FAKE_GPU, FAKE_GPU_TYPE, device_functions
 from lightning_vram.memory.estimate.known_values import replaced
-from lightning_vram.private_names.dispatcher import (
-    AUTOCAST,
-    BACKEND_NAMES,
-    BEHIND_AUTOCAST,
-    CONVOLUTION_FORMAT,
-    INITIALISATION,
-    exclude_key,
-    given_arguments,
-    kernels_at,
-    operator_named,
-    operators_cast_for,
-)
-from lightning_vram.private_names.torch import (
-    AVAILABILITY,
-    CAST_ARGUMENTS,
-    ENGINE,
-    STEP_IF_FINITE,
-    first_scale_of,
-    is_view,
-    tree_leaves,
-    tree_map,
-)
+from lightning_vram.private_names import dispatcher
+from lightning_vram.private_names import torch as private
 
 _OF_A_KIND = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
 _norm = torch.ops.aten.norm
@@ -62,7 +42,7 @@ def cuda_autocast() -> Iterator[None]:
 
     casts = _Casts()
     forget, construct = torch.clear_autocast_cache, torch.autocast.__init__
-    (has_availability, available), (has_cast, cast) = AVAILABILITY, CAST_ARGUMENTS
+    (has_availability, available), (has_cast, cast) = private.AVAILABILITY, private.CAST_ARGUMENTS
     is_available, cast_arguments = getattr(has_availability, available), getattr(has_cast, cast)
 
     def forget_all() -> None:
@@ -82,7 +62,7 @@ def cuda_autocast() -> Iterator[None]:
         stack.enter_context(replaced(has_availability, {available: as_cuda(is_available)}))
         stack.enter_context(replaced(has_cast, {cast: cast_to}))
         stack.callback(casts.cached.clear)
-        stack.enter_context(kernels_at(AUTOCAST, casts.kernels()))
+        stack.enter_context(dispatcher.kernels_at(dispatcher.AUTOCAST, casts.kernels()))
         yield
 
 
@@ -100,16 +80,16 @@ class _Casts:
             _WIDEST: partial(self._cast_all, _widest),
             _REFUSED: _refuse,
         }
-        there = operators_cast_for("cuda")
+        there = dispatcher.operators_cast_for("cuda")
         return {
-            name: partial(_run, policies[cast], operator_named(name))
+            name: partial(_run, policies[cast], dispatcher.operator_named(name))
             for name, cast in autocast_lists().items()
             if name in there
         }
 
     def _cast_all(self, dtype_for: Callable[[Any], torch.dtype], op: Any, args: Any, kwargs: Any) -> Any:
         dtype = dtype_for((args, kwargs))
-        args, kwargs = tree_map(lambda leaf: self._cast(leaf, dtype), (args, kwargs))
+        args, kwargs = private.tree_map(lambda leaf: self._cast(leaf, dtype), (args, kwargs))
         return op(*args, **kwargs)
 
     def _cast(self, leaf: Any, dtype: torch.dtype) -> Any:
@@ -124,8 +104,8 @@ class _Casts:
 
 
 def _run(policy: Callable[..., Any], op: Any, /, *args: Any, **kwargs: Any) -> Any:
-    with exclude_key(AUTOCAST):
-        is_on = torch.is_autocast_enabled("cuda") and any(map(_is_eligible, tree_leaves((args, kwargs))))
+    with dispatcher.exclude_key(dispatcher.AUTOCAST):
+        is_on = torch.is_autocast_enabled("cuda") and any(map(_is_eligible, private.tree_leaves((args, kwargs))))
         return policy(op, args, kwargs) if is_on else op(*args, **kwargs)
 
 
@@ -135,7 +115,9 @@ def _is_eligible(leaf: Any) -> bool:
 
 
 def _is_cacheable(tensor: Tensor, dtype: torch.dtype) -> bool:
-    is_weight = tensor.requires_grad and tensor.is_leaf and not is_view(tensor) and tensor.dtype is torch.float32
+    is_weight = (
+        tensor.requires_grad and tensor.is_leaf and not private.is_view(tensor) and tensor.dtype is torch.float32
+    )
     is_to_cache = dtype is torch.get_autocast_dtype("cuda") and torch.is_autocast_cache_enabled()
     return is_weight and is_to_cache and not torch.is_inference_mode_enabled()
 
@@ -144,14 +126,14 @@ def _float32_result(op: Any, args: Any, kwargs: Any) -> Any:
     """Let the kernel cast: no float32 copy of the input is made. Norms do it by another signature."""
     if not _is_eligible(args[0]):
         return op(*args, **kwargs)
-    given = given_arguments(op, args, kwargs)
+    given = dispatcher.given_arguments(op, args, kwargs)
     if given.get("dtype") is None:
         given["dtype"] = torch.float32
     return _WITH_DTYPE.get(op, op)(**given)
 
 
 def _widest(nest: Any) -> torch.dtype:
-    has_float32 = any(leaf.dtype is torch.float32 for leaf in tree_leaves(nest) if _is_eligible(leaf))
+    has_float32 = any(leaf.dtype is torch.float32 for leaf in private.tree_leaves(nest) if _is_eligible(leaf))
     return torch.float32 if has_float32 else torch.get_autocast_dtype("cuda")
 
 
@@ -202,7 +184,7 @@ def cuda_semantics(
     with ExitStack() as stack:
         stack.enter_context(replaced(torch.cuda, _torch_cuda(capability, num_bytes, allocated_bytes)))
         stack.enter_context(cuda_autocast())
-        stack.enter_context(kernels_at(BEHIND_AUTOCAST, kernels_of(capability, notes)))
+        stack.enter_context(dispatcher.kernels_at(dispatcher.BEHIND_AUTOCAST, kernels_of(capability, notes)))
         for owner, name, value in _replacements():
             stack.enter_context(replaced(owner, {name: value}))
         stack.enter_context(_CudaDevices())
@@ -230,7 +212,7 @@ def _torch_cuda(capability: Capability, num_bytes: int, allocated_bytes: Callabl
 
 def _replacements() -> list[tuple[Any, str, Any]]:
     """What replaces other attributes of torch, which takes an extension's device for one that can all that CUDA can."""
-    backward, memory_format = getattr(*ENGINE), getattr(*CONVOLUTION_FORMAT)
+    backward, memory_format = getattr(*private.ENGINE), getattr(*dispatcher.CONVOLUTION_FORMAT)
 
     def backward_in_mode(*args: Any, **kwargs: Any) -> Any:
         """``Tensor.backward`` takes the mode off, but recomputation runs the user's code."""
@@ -247,14 +229,18 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     return [
         *(
             (owner, name, (lambda: FAKE_GPU_TYPE) if is_function else FAKE_GPU_TYPE)
-            for owner, name, is_function in BACKEND_NAMES
+            for owner, name, is_function in dispatcher.BACKEND_NAMES
         ),
-        (*INITIALISATION, True),  # or it would compute small constants there
-        (*CONVOLUTION_FORMAT, cudnn_format),
+        (*dispatcher.INITIALISATION, True),  # or it would compute small constants there
+        (*dispatcher.CONVOLUTION_FORMAT, cudnn_format),
         # no gradient is infinite
-        (GradScaler, STEP_IF_FINITE, lambda self, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)),
-        (GradScaler, "get_scale", first_scale_of),
-        (*ENGINE, backward_in_mode),
+        (
+            GradScaler,
+            private.STEP_IF_FINITE,
+            lambda self, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs),
+        ),
+        (GradScaler, "get_scale", private.first_scale_of),
+        (*private.ENGINE, backward_in_mode),
         (torch, "Generator", _Generator),
     ]
 

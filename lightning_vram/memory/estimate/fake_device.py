@@ -30,21 +30,7 @@ from lightning_vram.memory.estimate.known_values import (
     replaced,
 )
 from lightning_vram.memory.units import MIB
-from lightning_vram.private_names.dispatcher import (
-    BACKEND,
-    RECURRENT_FUNCTIONS,
-    FakeTensor,
-    FakeTensorMode,
-    QuickFakeMode,
-    TorchDispatchMode,
-    connect_fake_ranks,
-    is_traceable_wrapper_subclass,
-    mark_parameter,
-    remove_device_module,
-    set_device_module,
-    swap_contents,
-    without_dispatch,
-)
+from lightning_vram.private_names import dispatcher
 from lightning_vram.private_names.torch import FOREACH_TYPES, storage_key
 
 FAKE_GPU_TYPE = "lazy"
@@ -132,7 +118,7 @@ def device_functions(num_bytes: int, allocated_bytes: Callable[[], int]) -> dict
 class FakeTensors:
     """Makes fakes of tensors; what shared a storage shares one again."""
 
-    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+    def __init__(self, mode: dispatcher.FakeTensorMode, device: torch.device) -> None:
         self._mode = mode
         self._device = device
         self._by_tensor: dict[int, tuple[Tensor, Tensor]] = {}  # with the real one, whose id must not be used again
@@ -145,9 +131,9 @@ class FakeTensors:
         return self._by_tensor[id(tensor)][1]
 
     def _make(self, tensor: Any) -> Tensor:
-        if isinstance(tensor, FakeTensor):
+        if isinstance(tensor, dispatcher.FakeTensor):
             return tensor
-        if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
+        if dispatcher.is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
             return self._mode.from_tensor(tensor)
         key = storage_key(tensor.untyped_storage())
         made = fake_of(tensor, self._mode, self._device, self._by_storage.get(key))
@@ -156,29 +142,29 @@ class FakeTensors:
 
 
 def fake_of(
-    tensor: Tensor, mode: FakeTensorMode, device: torch.device, storage: torch.UntypedStorage | None = None
+    tensor: Tensor, mode: dispatcher.FakeTensorMode, device: torch.device, storage: torch.UntypedStorage | None = None
 ) -> Tensor:
     """Return a fake of ``tensor``, fake or not, which no operator has made: no tracker sees its birth."""
-    with without_dispatch(), torch.no_grad():
+    with dispatcher.without_dispatch(), torch.no_grad():
         if storage is None:
             storage = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
         elements = torch.empty(0, dtype=tensor.dtype, device="meta")
         elements.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-    fake: Tensor = FakeTensor(mode, elements, device)
+    fake: Tensor = dispatcher.FakeTensor(mode, elements, device)
     if isinstance(tensor, nn.Parameter):
         with mode:
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
 
-class FakeParameter(FakeTensor):
+class FakeParameter(dispatcher.FakeTensor):
     """A fake tensor that is a parameter."""
 
 
 @contextmanager
 def foreach_takes_fakes() -> Iterator[None]:
     """Let optimizers and clipping work on many fakes at once, as they do on real ones: they go by the class."""
-    fakes = [FakeTensor, FakeParameter]
+    fakes = [dispatcher.FakeTensor, FakeParameter]
     with ExitStack() as stack:
         for types in FOREACH_TYPES:
             types[:0] = fakes
@@ -190,11 +176,11 @@ def make_parameter(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return what ``nn.Parameter.__new__`` is to be for parameters of fakes to be :class:`FakeParameter`."""
 
     def new(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> Any:  # noqa: FBT001, FBT002
-        if not isinstance(data, FakeTensor):
+        if not isinstance(data, dispatcher.FakeTensor):
             return original(cls, data, requires_grad)
         parameter: Any = data.detach().requires_grad_(requires_grad)
         parameter.__class__ = FakeParameter
-        mark_parameter(parameter)
+        dispatcher.mark_parameter(parameter)
         return parameter
 
     return new
@@ -210,7 +196,7 @@ _DRAWS = frozenset({"aten::randn", "aten::rand"})
 _CLONE = "aten::clone"
 
 
-class UntouchedWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class UntouchedWeights(dispatcher.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Skip, in a ``with`` block, the first values of large tensors on the host: pages not written to take no memory."""
 
     def __init__(self) -> None:
@@ -244,11 +230,11 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
 
     with ExitStack() as stack:
         backends = dist.Backend.default_device_backend_map
-        backends[FAKE_GPU_TYPE] = BACKEND
+        backends[FAKE_GPU_TYPE] = dispatcher.BACKEND
         stack.callback(backends.pop, FAKE_GPU_TYPE)
-        connect_fake_ranks(("cpu", FAKE_GPU_TYPE), num_ranks)
+        dispatcher.connect_fake_ranks(("cpu", FAKE_GPU_TYPE), num_ranks)
         stack.callback(dist.destroy_process_group)
-        new_group, backend = dist.new_group, f"cpu:{BACKEND},{FAKE_GPU_TYPE}:{BACKEND}"
+        new_group, backend = dist.new_group, f"cpu:{dispatcher.BACKEND},{FAKE_GPU_TYPE}:{dispatcher.BACKEND}"
         functions: dict[str, Any] = {
             "new_group": lambda ranks=None, *_, **kwargs: new_group(ranks, **{**kwargs, "backend": backend}),
             "barrier": lambda *_, **__: None,
@@ -269,9 +255,9 @@ def fake_device(
     allocated_bytes: Callable[[], int],
     on_pin: Callable[[Tensor], None],
     reads: RecordedReads | None = None,
-) -> Iterator[tuple[FakeTensorMode, KnownValues]]:
+) -> Iterator[tuple[dispatcher.FakeTensorMode, KnownValues]]:
     """Let tensors be fake, and a device of type :data:`KIND` exist; yields the mode, and what answers for values."""
-    mode = QuickFakeMode(allow_non_fake_inputs=True)
+    mode = dispatcher.QuickFakeMode(allow_non_fake_inputs=True)
     values = KnownValues(reads)
     with ExitStack() as stack:
         module = ModuleType(f"torch.{FAKE_GPU_TYPE}")
@@ -281,8 +267,8 @@ def fake_device(
             is_bf16_supported=lambda *_, **__: True,
             get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         )
-        set_device_module(FAKE_GPU_TYPE, module)
-        stack.callback(remove_device_module, FAKE_GPU_TYPE)
+        dispatcher.set_device_module(FAKE_GPU_TYPE, module)
+        stack.callback(dispatcher.remove_device_module, FAKE_GPU_TYPE)
         for owner, attributes in _replacements(module, values, on_pin):
             stack.enter_context(replaced(owner, attributes))
         stack.enter_context(foreach_takes_fakes())
@@ -311,7 +297,7 @@ def _replacements(
         # as tensors write their number unless they are fake
         "__format__": lambda self, spec: format(self.item() if self.dim() == 0 else str(self), spec),
         # a fake stays one: classes such as torchvision's ``Image`` add no memory
-        "as_subclass": lambda self, kind: self if isinstance(self, FakeTensor) else _AS_SUBCLASS(self, kind),
+        "as_subclass": lambda self, kind: self if isinstance(self, dispatcher.FakeTensor) else _AS_SUBCLASS(self, kind),
     }
     huggingface: Any = sys.modules.get("transformers.utils.import_utils")
     asks_for_values = {"is_fake_tensor": values.is_unknown} if hasattr(huggingface, "is_fake_tensor") else {}
@@ -320,12 +306,12 @@ def _replacements(
         (torch.accelerator, {"current_stream": module.current_stream, "current_device_index": module.current_device}),
         (torch.accelerator, {"synchronize": module.synchronize}),
         (torch, {"Stream": FinishedStream, "Event": FinishedEvent, **MAKERS}),
-        (torch.utils, {"swap_tensors": swap_contents}),
+        (torch.utils, {"swap_tensors": dispatcher.swap_contents}),
         (nn.Parameter, {"__new__": make_parameter(nn.Parameter.__new__)}),
         (Tensor, of_tensors),
         (functional, {"one_hot": one_hot}),
-        (RECURRENT_FUNCTIONS, {"_pad_packed_sequence": pad_packed_sequence}),
-        (FakeTensor, {"tolist": read_all(LIST, Tensor.tolist)}),
+        (dispatcher.RECURRENT_FUNCTIONS, {"_pad_packed_sequence": pad_packed_sequence}),
+        (dispatcher.FakeTensor, {"tolist": read_all(LIST, Tensor.tolist)}),
     ]
 
 
@@ -336,8 +322,8 @@ _Copy = Callable[[Tensor, dict[int, Any]], Tensor]
 
 def _deep_copy(original: _Copy, values: KnownValues) -> _Copy:
     def copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-        if not isinstance(tensor, FakeTensor):
-            with without_dispatch():
+        if not isinstance(tensor, dispatcher.FakeTensor):
+            with dispatcher.without_dispatch():
                 return original(tensor, memo)
         if id(tensor) not in memo:
             memo[id(tensor)] = copied = _copy_of(tensor)
@@ -347,7 +333,7 @@ def _deep_copy(original: _Copy, values: KnownValues) -> _Copy:
     return copy
 
 
-def _copy_of(tensor: FakeTensor) -> Tensor:
+def _copy_of(tensor: dispatcher.FakeTensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):  # as its own method does
         return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
     if tensor.device.type == FAKE_GPU_TYPE:  # the copy of a storage is made by no operator, but takes memory
@@ -357,10 +343,10 @@ def _copy_of(tensor: FakeTensor) -> Tensor:
 
 
 def _set_data(tensor: Tensor, values: Tensor) -> None:
-    if not isinstance(tensor, FakeTensor) or tensor.device == values.device:
+    if not isinstance(tensor, dispatcher.FakeTensor) or tensor.device == values.device:
         _DATA.__set__(tensor, values)
         return
     moved = values.detach()  # to autograd, tensors of other devices are of other kinds
     if isinstance(tensor, nn.Parameter):
         moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
-    swap_contents(tensor, moved.requires_grad_(tensor.requires_grad))
+    dispatcher.swap_contents(tensor, moved.requires_grad_(tensor.requires_grad))

@@ -8,15 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_vram.private_names.dispatcher import (
-    CTC_BACKWARDS,
-    GROUPED_MM,
-    MKLDNN_RNN,
-    DynamicOutputShapeException,
-    FakeTensor,
-    OpOverload,
-    without_dispatch,
-)
+from lightning_vram.private_names import dispatcher
 
 _aten = torch.ops.aten
 _BINCOUNT = _aten.bincount.default
@@ -24,14 +16,14 @@ _ALIGNMENT_BYTES = 16  # of each row, on a card
 _STEPS = 16, 32  # of time, with which a workspace is measured
 
 
-def call_fake(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_fake(func: dispatcher.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operator on fake tensors; of a sparse result, values say how many rows it has: that is refused."""
     kernel = _KERNELS.get(func)
     result = func(*args, **kwargs) if kernel is None else kernel(*args, **kwargs)
     if func in _ON_THE_HOST and args[0].is_cpu:  # where torch's own return other tensors than the real ones
         result = _ON_THE_HOST[func](result, args)
-    if isinstance(result, FakeTensor) and result.layout is not torch.strided:
-        raise DynamicOutputShapeException(func)
+    if isinstance(result, dispatcher.FakeTensor) and result.layout is not torch.strided:
+        raise dispatcher.DynamicOutputShapeException(func)
     return result
 
 
@@ -73,14 +65,14 @@ def _grouped_mm(
 def _bincount(indices: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """With a least length, as metrics over classes have it, that is the length: classes are within their number."""
     if not minlength:
-        raise DynamicOutputShapeException(_BINCOUNT)
+        raise dispatcher.DynamicOutputShapeException(_BINCOUNT)
     dtype = torch.int64 if weights is None else torch.float32 if weights.dtype is torch.float32 else torch.float64
     return torch.empty(minlength, dtype=dtype, device=indices.device)
 
 
-_KERNELS: dict[OpOverload, Callable[..., Tensor]] = {
-    **{GROUPED_MM: _grouped_mm, _BINCOUNT: _bincount},
-    **dict.fromkeys(CTC_BACKWARDS, lambda grad, log_probabilities, *_: torch.empty_like(log_probabilities)),
+_KERNELS: dict[dispatcher.OpOverload, Callable[..., Tensor]] = {
+    **{dispatcher.GROUPED_MM: _grouped_mm, _BINCOUNT: _bincount},
+    **dict.fromkeys(dispatcher.CTC_BACKWARDS, lambda grad, log_probabilities, *_: torch.empty_like(log_probabilities)),
 }
 
 
@@ -111,9 +103,9 @@ def _with_workspace(results: Any, args: tuple[Any, ...]) -> Any:
 
 @cache
 def _workspace_bytes(shape: tuple[int, ...], others: tuple[tuple[int, ...], ...], dtype: torch.dtype, rest: Any) -> int:
-    with without_dispatch():
+    with dispatcher.without_dispatch():
         tensors = [torch.zeros(one, dtype=dtype) for one in (shape, *others)]
-        return int(MKLDNN_RNN(*tensors, *rest)[-1].nbytes)
+        return int(dispatcher.MKLDNN_RNN(*tensors, *rest)[-1].nbytes)
 
 
 _ON_THE_HOST: dict[Any, Callable[[Any, tuple[Any, ...]], Any]] = {
@@ -125,5 +117,5 @@ _ON_THE_HOST: dict[Any, Callable[[Any, tuple[Any, ...]], Any]] = {
         result if is_wanted else None for result, is_wanted in zip(results, args[-1], strict=True)
     ),
     _aten.native_group_norm_backward.default: _with_gradient_like_input,
-    MKLDNN_RNN: _with_workspace,
+    dispatcher.MKLDNN_RNN: _with_workspace,
 }

@@ -28,22 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from lightning_vram.memory.estimate.fake_kernels import call_fake
-from lightning_vram.private_names.dispatcher import (
-    EMBEDDING_BAG,
-    PACK_SEQUENCES,
-    READ_NUMBER,
-    TO_COPY,
-    UNKNOWN_VALUES,
-    UNSAFE_VIEW,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    OpOverload,
-    UnwrappedMode,
-    schema_of,
-    without_dispatch,
-)
+from lightning_vram.private_names import dispatcher
 from lightning_vram.private_names.torch import storage_identity, tensors_in, tree_leaves, tree_map
 
 _aten = torch.ops.aten
@@ -133,7 +118,7 @@ def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-class _Recorder(UnwrappedMode):
+class _Recorder(dispatcher.UnwrappedMode):
     def __init__(self, reads: RecordedReads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._reads = reads
@@ -163,7 +148,7 @@ def recorded(reads: RecordedReads) -> Iterator[None]:
     def recording(what: str) -> Any:
         def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             found = originals[what](tensor, *args, **kwargs)
-            with without_dispatch():
+            with dispatcher.without_dispatch():
                 reads.record_read(what, [tensor], tensor.detach().clone())
             return found
 
@@ -185,7 +170,7 @@ def recorded(reads: RecordedReads) -> Iterator[None]:
 def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     """Return what ``torch.nn.functional.one_hot`` does, with the same reads and operators for fake and real tensors."""
     number = int(tensor.max()) + 1 if num_classes == -1 else num_classes
-    if not isinstance(tensor, FakeTensor):
+    if not isinstance(tensor, dispatcher.FakeTensor):
         return _ONE_HOT(tensor, number)  # type: ignore[no-any-return]
     zeros = torch.zeros(*tensor.shape, number, dtype=torch.int64, device=tensor.device)
     return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
@@ -214,7 +199,7 @@ MAKERS = {"tensor": _reading(torch.tensor), "as_tensor": _reading(torch.as_tenso
 
 def _is_for_lightning(func: Any, tensors: Sequence[Tensor]) -> bool:
     """Whether it is Lightning that reads a float, for the progress bar or a logger: nothing depends on that."""
-    is_float = func is READ_NUMBER and tensors[0].is_floating_point()
+    is_float = func is dispatcher.READ_NUMBER and tensors[0].is_floating_point()
     return is_float and str(_reader().f_globals.get("__name__", "")).startswith("lightning.")
 
 
@@ -224,7 +209,7 @@ def is_mask(index: Tensor | None) -> bool:
 
 
 def _reads_values(func: Any) -> bool:
-    if not isinstance(func, OpOverload):
+    if not isinstance(func, dispatcher.OpOverload):
         return False
     is_dynamic = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
     return is_dynamic or func.namespace not in _BUILT_IN
@@ -235,7 +220,7 @@ def _describe(one: Any) -> Any:
         return one
     if not one.is_floating_point() and not one.is_complex() and one.numel() <= _MOST_NUMBERS:
         return one.detach().clone()
-    with without_dispatch():  # the trackers count what is real
+    with dispatcher.without_dispatch():  # the trackers count what is real
         return torch.empty(one.shape, dtype=one.dtype, device="meta")
 
 
@@ -265,9 +250,9 @@ _NOT = (_aten.bitwise_not.default, _aten.logical_not.default)
 _AND = (_aten.mul.Tensor, _aten.bitwise_and.Tensor, _aten.logical_and.default)
 _OR = (_aten.bitwise_or.Tensor, _aten.logical_or.default)
 _SAME = (
-    *(_aten.any.default, _aten.all.default, _aten.any.dim, _aten.all.dim, TO_COPY, _aten.clone.default),
+    *(_aten.any.default, _aten.all.default, _aten.any.dim, _aten.all.dim, dispatcher.TO_COPY, _aten.clone.default),
     *(_aten.unsqueeze.default, _aten.expand.default, _aten.view.default, _aten.slice.Tensor, _aten.select.int),
-    *(_aten.permute.default, _aten.upsample_nearest2d.default, UNSAFE_VIEW),
+    *(_aten.permute.default, _aten.upsample_nearest2d.default, dispatcher.UNSAFE_VIEW),
 )
 _KEEPS_VALUES = (
     "aten::_amp_foreach_non_finite_check_and_unscale_",  # nothing is infinite
@@ -275,17 +260,17 @@ _KEEPS_VALUES = (
     "c10d::broadcast_",
 )
 MOST_INTEGERS = 1 << 20  # that are known of a tensor: positions of a long sequence
-_PICKS_ROWS = (_aten.embedding.default, EMBEDDING_BAG, _INDEX)
+_PICKS_ROWS = (_aten.embedding.default, dispatcher.EMBEDDING_BAG, _INDEX)
 _PICKS_ALONG_DIM = (_aten.index_select.default, _aten.gather.default)
 _UNKNOWN_MAKERS = ("empty", "rand", "bernoulli", "multinomial", "normal", "new_empty")
 _UNKNOWN = 1.0
 _GUESSES: dict[Any, tuple[Any, str]] = {
-    READ_NUMBER: (_UNKNOWN, "The step reads numbers that depend on the data. Each was taken to be 1."),
+    dispatcher.READ_NUMBER: (_UNKNOWN, "The step reads numbers that depend on the data. Each was taken to be 1."),
     _EQUAL: (True, "The step compares tensors by value. They were taken to be equal."),
 }
 
 
-class KnownValues(UnwrappedMode):
+class KnownValues(dispatcher.UnwrappedMode):
     """Answers reads of fake tensors: from what follows from the program alone, from a record, or with 1 for floats."""
 
     def __init__(self, reads: RecordedReads | None = None) -> None:
@@ -299,26 +284,26 @@ class KnownValues(UnwrappedMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, OpOverload):
+        if not isinstance(func, dispatcher.OpOverload):
             return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
         is_known = all(map(self._knows, tensors)) and not _makes_unknown(func)
         is_of_data = is_known and any(tensor in self._of_data for tensor in tensors)
         recall = partial(self._recall, func, args, kwargs, tensors, is_known=is_known and not is_of_data)
         if func in _GUESSES:
-            return recall(DataDependentOutputException(func))
+            return recall(dispatcher.DataDependentOutputException(func))
         self._check_rows(func, args)
         try:
             result = call_fake(func, (args[0], self._without_masks(args[1])) if func is _INDEX else args, kwargs)
-        except UNKNOWN_VALUES as error:
+        except dispatcher.UNKNOWN_VALUES as error:
             return recall(error)
         self._note_truths(func, args, tensors, result)
         results = [one for one in (result if isinstance(result, list | tuple) else [result]) if one is not None]
-        if is_known and all(isinstance(one, FakeTensor) and _is_short(one) for one in results):
+        if is_known and all(isinstance(one, dispatcher.FakeTensor) and _is_short(one) for one in results):
             self._note(results, func, args, kwargs)
             if is_of_data:
                 self._of_data.update((one, True) for one in results)
-        elif schema_of(func).is_mutable and schema_of(func).name not in _KEEPS_VALUES:
+        elif dispatcher.schema_of(func).is_mutable and dispatcher.schema_of(func).name not in _KEEPS_VALUES:
             self._forget(tensors)
         return result
 
@@ -327,21 +312,21 @@ class KnownValues(UnwrappedMode):
     ) -> Any:
         """Return what an operator returns that depends on values: as computed, as recorded, or else a guess."""
         device, truth = tensors[0].device, self._truths.get(tensors[0])
-        if func is PACK_SEQUENCES and self._knows(args[1]) and args[1] not in self._of_data:
-            with without_dispatch():
+        if func is dispatcher.PACK_SEQUENCES and self._knows(args[1]) and args[1] not in self._of_data:
+            with dispatcher.without_dispatch():
                 zeros = torch.zeros(args[0].shape, dtype=args[0].dtype)
             data, num_sequences = self._on_host(func, (zeros, *args[1:]), kwargs)
             return torch.empty(data.shape, dtype=data.dtype, device=device), num_sequences  # the second C++ reads
-        if is_known or not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        if is_known or not any(isinstance(tensor, dispatcher.FakeTensor) for tensor in tensors):
             return tree_map(partial(self._fake, device), self._on_host(func, args, kwargs))
-        if func is READ_NUMBER and truth is not None:
+        if func is dispatcher.READ_NUMBER and truth is not None:
             return bool(truth)
         if _is_for_lightning(func, tensors):
             return _UNKNOWN
         if (read := self._reads.find(func)) is not None:
             shapes = [tuple(tensor.shape) for tensor in tensors]
             return tree_map(partial(self._remake, read, shapes, device), read.answer)
-        if func is _EQUAL or (func is READ_NUMBER and tensors[0].is_floating_point()):
+        if func is _EQUAL or (func is dispatcher.READ_NUMBER and tensors[0].is_floating_point()):
             return self._guess(func)
         raise error
 
@@ -351,7 +336,7 @@ class KnownValues(UnwrappedMode):
         shape = read.scaled(tuple(answer.shape), shapes)
         if answer.is_meta or shape != answer.shape:
             return torch.empty(shape, dtype=answer.dtype, device=device)
-        return answer if read.place[0] is PACK_SEQUENCES else self._fake(device, answer)
+        return answer if read.place[0] is dispatcher.PACK_SEQUENCES else self._fake(device, answer)
 
     def _fake(self, device: torch.device, value: Any) -> Any:
         """Return a fake that has a value, if that is short enough to be kept; what is no tensor as it is."""
@@ -370,34 +355,34 @@ class KnownValues(UnwrappedMode):
                 made.append(index)
                 continue
             if (value := self._of_program(index)) is not None:
-                with without_dispatch():
+                with dispatcher.without_dispatch():
                     num_selected = int(value.count_nonzero())
             elif (read := self._reads.find(_INDEX)) is not None:
                 (num_selected,) = read.scaled((read.answer,), [tuple(index.shape)])
             else:
-                raise DynamicOutputShapeException(_INDEX)
+                raise dispatcher.DynamicOutputShapeException(_INDEX)
             made += [torch.empty(num_selected, dtype=torch.int64, device=index.device)] * index.dim()
         return made
 
     def read_all(self, what: str, tensor: Tensor, original: Callable[..., Any]) -> Any:
         """Return all numbers of a tensor, as ``.numpy()`` and ``.tolist()`` do."""
-        if not isinstance(tensor, FakeTensor):
+        if not isinstance(tensor, dispatcher.FakeTensor):
             return original(tensor)
         value = self._of_program(tensor)
         if value is None:
             read = self._reads.find(what)
             if read is None and not tensor.is_floating_point():
-                raise DataDependentOutputException(READ_NUMBER)
-            value = self._guess(READ_NUMBER) if read is None else read.answer
-        with without_dispatch():
+                raise dispatcher.DataDependentOutputException(dispatcher.READ_NUMBER)
+            value = self._guess(dispatcher.READ_NUMBER) if read is None else read.answer
+        with dispatcher.without_dispatch():
             numbers = torch.as_tensor(value, dtype=tensor.dtype).flatten()
             if not numbers.numel():
                 numbers = numbers.new_zeros(1)
             return original(numbers[torch.arange(tensor.numel()) % numbers.numel()].view(tensor.shape))
 
     def _note_truths(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor], result: Any) -> None:
-        if self._truths and schema_of(func).is_mutable:
-            written = {storage_identity(tensor) for tensor in tensors if isinstance(tensor, FakeTensor)}
+        if self._truths and dispatcher.schema_of(func).is_mutable:
+            written = {storage_identity(tensor) for tensor in tensors if isinstance(tensor, dispatcher.FakeTensor)}
             for tensor in [one for one in self._truths if storage_identity(one) in written]:
                 del self._truths[tensor]
         truth = self._truth(func, args)
@@ -439,10 +424,10 @@ class KnownValues(UnwrappedMode):
             return
         first_dim, found = (0, args[1]) if func in _PICKS_ROWS else args[1:3]
         for dim, index in enumerate(found if isinstance(found, list | tuple) else [found], first_dim):
-            value = self._values.get(index) if isinstance(index, FakeTensor) else None
+            value = self._values.get(index) if isinstance(index, dispatcher.FakeTensor) else None
             if value is None or not value.numel() or value.dtype is torch.bool:
                 continue
-            with without_dispatch():
+            with dispatcher.without_dispatch():
                 least, most = map(int, value.aminmax())
             num_rows = args[0].shape[dim]
             if not -num_rows <= least <= most < num_rows:
@@ -457,9 +442,13 @@ class KnownValues(UnwrappedMode):
 
     def is_unknown(self, tensor: Any) -> bool:
         """Whether ``tensor`` is a fake whose values cannot be read."""
-        return isinstance(tensor, FakeTensor) and self._of_program(tensor) is None and tensor not in self._truths
+        return (
+            isinstance(tensor, dispatcher.FakeTensor)
+            and self._of_program(tensor) is None
+            and tensor not in self._truths
+        )
 
-    def fresh_like(self, mode: FakeTensorMode, template: Tensor) -> Tensor:
+    def fresh_like(self, mode: dispatcher.FakeTensorMode, template: Tensor) -> Tensor:
         """Return a new tensor of the shape and the value of another, made under ``mode`` by an operator."""
         with mode:
             fresh = torch.empty_strided(template.shape, template.stride(), dtype=template.dtype, device=template.device)
@@ -470,7 +459,7 @@ class KnownValues(UnwrappedMode):
         """Let ``target`` have the value of ``source``, if that is known."""
         value = self._values.get(source)
         if value is not None:
-            with without_dispatch():
+            with dispatcher.without_dispatch():
                 self._values[target] = value.clone()
             if source in self._of_data:
                 self._of_data[target] = True
@@ -480,9 +469,13 @@ class KnownValues(UnwrappedMode):
         return None if tensor in self._of_data else self._values.get(tensor)
 
     def _knows(self, tensor: Tensor) -> bool:
-        return tensor in self._values if isinstance(tensor, FakeTensor) else _is_short(tensor) and tensor.is_cpu
+        return (
+            tensor in self._values if isinstance(tensor, dispatcher.FakeTensor) else _is_short(tensor) and tensor.is_cpu
+        )
 
-    def _note(self, results: Sequence[FakeTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note(
+        self, results: Sequence[dispatcher.FakeTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         values = self._on_host(func, args, kwargs)  # which writes to values where the operator writes
         values = [values] if isinstance(values, Tensor) else values or []
         for result, value in zip(results, values, strict=False):
@@ -490,14 +483,14 @@ class KnownValues(UnwrappedMode):
                 self._values[result] = value
 
     def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with without_dispatch(), torch.no_grad():  # past the fake mode as well
+        with dispatcher.without_dispatch(), torch.no_grad():  # past the fake mode as well
             args, kwargs = tree_map(self._real, (args, kwargs))
             return func(*args, **kwargs)
 
     def _real(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.device):
             return torch.device("cpu")
-        if isinstance(leaf, FakeTensor):
+        if isinstance(leaf, dispatcher.FakeTensor):
             return self._values[leaf]
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
@@ -508,6 +501,6 @@ def _is_short(tensor: Tensor) -> bool:
 
 
 @cache
-def _makes_unknown(func: OpOverload) -> bool:
-    name: str = schema_of(func).name.partition("::")[2]
+def _makes_unknown(func: dispatcher.OpOverload) -> bool:
+    name: str = dispatcher.schema_of(func).name.partition("::")[2]
     return name.startswith(_UNKNOWN_MAKERS)

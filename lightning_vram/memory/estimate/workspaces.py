@@ -15,13 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from lightning_vram.memory.device.accelerators import (
-    PeakWatch,
-    current_kind,
-    empty_cache,
-    has_native_bf16,
-    read_allocator,
-)
+from lightning_vram.memory.device import accelerators
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, describe_this_device
 from lightning_vram.memory.units import GIB, KIB, MIB, format_bytes
 
@@ -113,7 +107,7 @@ def calibrate(on_progress: Callable[[str, float], None] = lambda stage, done: No
     A ``RuntimeError`` if there is no accelerator, or other processes use it: their memory looks like the driver's own.
     """
     spec = describe_this_device()
-    device = torch.device(current_kind(), torch.accelerator.current_device_index())
+    device = torch.device(accelerators.current_kind(), torch.accelerator.current_device_index())
     on_progress("measuring the cuBLAS workspace", 0.0)
     workspace_bytes, is_kept = _measure_workspace(device)
     on_progress("measuring memory bandwidth", 0.1)
@@ -137,8 +131,8 @@ def calibrate(on_progress: Callable[[str, float], None] = lambda stage, done: No
 def _measure_workspace(device: torch.device) -> tuple[int | None, bool | None]:
     """Return what the first product takes in addition to its result, and whether it keeps that; ``None``: unknown."""
     one = torch.ones(_FIRST_SIZE, _FIRST_SIZE, device=device)
-    before_bytes = read_allocator(device).allocated_bytes
-    watch = PeakWatch(device)
+    before_bytes = accelerators.read_allocator(device).allocated_bytes
+    watch = accelerators.PeakWatch(device)
     watch.restart()
     result = one @ one
     torch.accelerator.synchronize()
@@ -172,7 +166,7 @@ def _measure_products(device: torch.device, spec: DeviceSpec) -> dict[str, float
     for name, dtype in _FORMATS.items():
         if name == "tf32" and (spec.capability is None or spec.capability < _WITH_TF32):
             continue
-        if name == "bf16" and not has_native_bf16(device.type):
+        if name == "bf16" and not accelerators.has_native_bf16(device.type):
             continue
         one = torch.randn(_SIZE, _SIZE, device=device, dtype=dtype)
         other, result = one.t().contiguous(), torch.empty_like(one)
@@ -186,9 +180,9 @@ def _measure_products(device: torch.device, spec: DeviceSpec) -> dict[str, float
 
 
 def _measure_context(device: torch.device) -> int:
-    empty_cache(device)
+    accelerators.empty_cache(device)
     free_bytes, total_bytes = torch.get_device_module(device).mem_get_info(device)
-    context_bytes = int(total_bytes - free_bytes - read_allocator(device).reserved_bytes)
+    context_bytes = int(total_bytes - free_bytes - accelerators.read_allocator(device).reserved_bytes)
     if context_bytes > _MOST_CONTEXT:
         raise RuntimeError(
             f"{format_bytes(context_bytes)} of GPU memory are used outside of this process's tensors, more than a "

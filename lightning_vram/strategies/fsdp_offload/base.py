@@ -31,14 +31,7 @@ from lightning_vram.core.ranks import check_store, naming_lost_peers
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.optimizers.on_host import HostOptimizers
 from lightning_vram.optimizers.step_round import iterate_parameters
-from lightning_vram.private_names.lightning import (
-    PlainStrategy,
-    ScriptLauncher,
-    find_trainer,
-    make_script_launcher,
-    reduce_over_ranks,
-    runs_in_hook,
-)
+from lightning_vram.private_names import lightning as private_lightning
 from lightning_vram.techniques.sharding import FirstStepMemory, FullSharding
 
 
@@ -66,7 +59,7 @@ def connect(cluster_environment: ClusterEnvironment, backend: str, *, timeout: t
     rank_zero_info(f"All {world_size} processes are connected, over {backend}.")
 
 
-class BaseStrategy(PlainStrategy):
+class BaseStrategy(private_lightning.PlainStrategy):
     """A strategy with one process per device, in one mesh, and its steps; ``given``: what the Trainer sets."""
 
     def __init__(self, arguments: SimpleNamespace, *given: Any) -> None:
@@ -107,12 +100,12 @@ class BaseStrategy(PlainStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @override
-    def make_launcher(self) -> ScriptLauncher | None:
+    def make_launcher(self) -> private_lightning.ScriptLauncher | None:
         assert self.cluster_environment is not None
         # A launcher would change the threads of a single process, and so the order of sums.
         if not self.is_distributed or self.cluster_environment.creates_processes_externally:
             return None
-        return make_script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+        return private_lightning.make_script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
@@ -170,11 +163,11 @@ class BaseStrategy(PlainStrategy):
         if not isinstance(tensor, Tensor):
             return tensor
         with self._named("reduce"):
-            return reduce_over_ranks(tensor, group, reduce_op)
+            return private_lightning.reduce_over_ranks(tensor, group, reduce_op)
 
     @property
     def _trainer(self) -> pl.Trainer | None:
-        return None if self.lightning_module is None else find_trainer(self.lightning_module)
+        return None if self.lightning_module is None else private_lightning.find_trainer(self.lightning_module)
 
     def _named(self, phase: str) -> naming_lost_peers:
         """Name step and phase in errors about a lost rank."""
@@ -288,6 +281,6 @@ def may_clip_late(trainer: pl.Trainer) -> bool:
     name = "configure_gradient_clipping"  # in another hook the module may use gradients afterwards
     return (
         module.automatic_optimization
-        and runs_in_hook(module, name)
+        and private_lightning.runs_in_hook(module, name)
         and not (is_overridden(name, module) or is_scaled(trainer))
     )

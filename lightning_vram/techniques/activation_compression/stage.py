@@ -29,15 +29,8 @@ from typing_extensions import override
 
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, is_exact_only
 from lightning_vram.core.layers import RunningLayers
-from lightning_vram.core.tensors.codecs import (
-    LOSSY_FORMATS,
-    LossyFormat,
-    decode,
-    encode,
-    encoded_itemsize,
-    pack_bits,
-    unpack_bits,
-)
+from lightning_vram.core.tensors import codecs
+from lightning_vram.core.tensors.codecs import decode, encode
 from lightning_vram.core.tensors.properties import alias, flat_as_stored, is_dense
 from lightning_vram.memory.device.accelerators import stream_id
 from lightning_vram.memory.storages import NO_VERSION, ByStorage, storage_address, version_of
@@ -68,7 +61,7 @@ def pack_mask(numbers: Tensor) -> Encoding:
     """Keep a mask, bool [n], as bits; of other ``numbers``, where ReLU's backward lets gradients pass, NaN included."""
     dtype, size = numbers.dtype, numbers.numel()
     mask = numbers if dtype is torch.bool else (numbers <= 0).logical_not_()
-    return [pack_bits(mask)], lambda pieces: _unpack(pieces[0], size, dtype)
+    return [codecs.pack_bits(mask)], lambda pieces: _unpack(pieces[0], size, dtype)
 
 
 def pack_two_values(numbers: Tensor) -> Encoding | None:
@@ -86,7 +79,7 @@ def pack_two_values(numbers: Tensor) -> Encoding | None:
         bits, low, high = pieces
         return torch.where(_unpack(bits, size, torch.bool), high, low).view(dtype)
 
-    return [pack_bits(is_high), low, high], decode
+    return [codecs.pack_bits(is_high), low, high], decode
 
 
 def shrink_indices(indices: Tensor, largest: int) -> Encoding | None:
@@ -102,14 +95,14 @@ def shrink_indices(indices: Tensor, largest: int) -> Encoding | None:
     return [indices.to(narrow)], lambda pieces: pieces[0].to(dtype)
 
 
-def encode_lossy(numbers: Tensor, to: LossyFormat, block_size: int) -> Encoding:
+def encode_lossy(numbers: Tensor, to: codecs.LossyFormat, block_size: int) -> Encoding:
     """Keep ``numbers``, [n], in low precision."""
     dtype, size = numbers.dtype, numbers.numel()
     return encode(numbers, to, block_size), lambda pieces: decode(pieces, to, dtype, size)
 
 
 def _unpack(bits: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    return unpack_bits(bits, torch.empty(size, dtype=dtype, device=bits.device))
+    return codecs.unpack_bits(bits, torch.empty(size, dtype=dtype, device=bits.device))
 
 
 def elements_of(tensor: Tensor) -> Tensor:
@@ -212,7 +205,7 @@ class Encoded(StoredTensor):
     @property
     def is_exact(self) -> bool:  # noqa: D102
         source = self.source
-        return isinstance(source, Tensor) or source.is_given_up or source.kind not in LOSSY_FORMATS
+        return isinstance(source, Tensor) or source.is_given_up or source.kind not in codecs.LOSSY_FORMATS
 
     def give(self) -> Tensor:  # noqa: D102
         return self.source if isinstance(self.source, Tensor) else self.source.give(*self._place)
@@ -274,7 +267,7 @@ class CompressionStage(SavedTensorStage):
         module: nn.Module | None = None,
         *,
         lossless: bool = True,
-        lossy: LossyFormat | None = None,
+        lossy: codecs.LossyFormat | None = None,
         layers: Sequence[nn.Module] | None = None,
         block_size: int = 128,
         min_bytes: int = 1024,
@@ -350,13 +343,13 @@ class CompressionStage(SavedTensorStage):
             made = self._encode(tensor, memory, encode, kind) if encode is not None else None
         return Encoded(tensor, made) if made is not None else self._leave(tensor, memory)
 
-    def _may_be_lossy(self, tensor: Tensor, lossy: LossyFormat) -> bool:
+    def _may_be_lossy(self, tensor: Tensor, lossy: codecs.LossyFormat) -> bool:
         if is_exact_only() or not tensor.requires_grad or not (self._layers is None or self._layers.is_inside):
             return False
         base = base_of(tensor) if is_view(tensor) else None
         if (tensor if base is None else base).is_leaf:
             return False  # somebody else keeps its memory alive
-        is_number = tensor.is_floating_point() and tensor.dtype.itemsize > encoded_itemsize(lossy)
+        is_number = tensor.is_floating_point() and tensor.dtype.itemsize > codecs.encoded_itemsize(lossy)
         is_large = tensor.nbytes >= self._min_bytes and tensor.shape[-1:] != (1,)
         return is_number and is_large and not self._notes.is_exact(tensor) and not _is_input_of_checkpoint()
 

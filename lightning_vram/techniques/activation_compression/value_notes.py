@@ -19,16 +19,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_vram.core import operators
 from lightning_vram.core.hooks import count_foreach_writes
-from lightning_vram.core.operators import (
-    LARGEST_INDEX,
-    exact_arguments,
-    gives_exact_result,
-    is_constant,
-    is_pointwise,
-    iterate_written,
-    written_arguments,
-)
 from lightning_vram.core.tensors.properties import PLAIN_TYPES
 from lightning_vram.memory.storages import ByStorage, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
@@ -106,7 +98,7 @@ class ValueNotes(OperatorSubscriber):
         """Drawing a mask, or giving indices as its last result."""
         results = self.run(func, (), args, kwargs)
         result = results if isinstance(results, Tensor) else results[-1]
-        largest = LARGEST_INDEX.get(func)
+        largest = operators.LARGEST_INDEX.get(func)
         self._note(result, version_of(result), largest(args, kwargs) if largest is not None else None)
         return results
 
@@ -123,14 +115,14 @@ class ValueNotes(OperatorSubscriber):
         return result
 
     def _writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        self._note_write(iterate_written(func, args, kwargs))
+        self._note_write(operators.iterate_written(func, args, kwargs))
         results = self.run(func, (), args, kwargs)
         count_foreach_writes(func, args, kwargs)
         return results
 
     def _foreign(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Operators of extensions, which may write without saying so."""
-        self._note_write(iterate_written(func, args, kwargs))
+        self._note_write(operators.iterate_written(func, args, kwargs))
         tensors = list(tensors_in((*args, *(kwargs or {}).values())))
         self._note_write(tensors, is_certain=False)
         for tensor in tensors:
@@ -139,9 +131,9 @@ class ValueNotes(OperatorSubscriber):
 
     def _followed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Any operator, where what is exact is noted."""
-        wanted = exact_arguments(func)
+        wanted = operators.exact_arguments(func)
         if wanted is not None and self.listener is not None and torch.is_grad_enabled():
-            target = args[0] if written_arguments(func) else None
+            target = args[0] if operators.written_arguments(func) else None
             for tensor in wanted(args, kwargs):
                 clone = self._last_clone() if tensor is target and self._last_clone is not None else tensor
                 if clone is not None and clone.shape == tensor.shape:  # in place: autograd has saved a copy
@@ -165,16 +157,16 @@ class ValueNotes(OperatorSubscriber):
                 return None
             kinds.add(kind)
         if False in kinds:
-            return False if is_pointwise(func) or gives_exact_result(func) else None
-        return True if True in kinds or (not kinds and is_constant(func)) else None
+            return False if operators.is_pointwise(func) or operators.gives_exact_result(func) else None
+        return True if True in kinds or (not kinds and operators.is_constant(func)) else None
 
     def _note_exact(self, func: Any, results: Any, is_weight: bool | None) -> None:  # noqa: FBT001
         exact: Any = ()
-        if is_weight is not None or (gives_exact_result(func) and isinstance(results, Tensor | list)):
+        if is_weight is not None or (operators.gives_exact_result(func) and isinstance(results, Tensor | list)):
             exact = (results,)
         elif isinstance(results, tuple | list) and _has_statistics(func):
-            exact = results[0 if gives_exact_result(func) else 1 :]
-        elif written_arguments(func):
+            exact = results[0 if operators.gives_exact_result(func) else 1 :]
+        elif operators.written_arguments(func):
             for tensor in tensors_in((results,)):
                 self._is_weight.drop(tensor)  # in place: it was exact before
         for tensor in tensors_in(exact):
@@ -186,7 +178,7 @@ _Handler = Callable[[ValueNotes, Any, tuple[Any, ...], dict[str, Any] | None], A
 _DRAWING = frozenset([aten.bernoulli_.float, aten.bernoulli_.Tensor])
 _IN_PLACE = [getattr(aten, name) for name in ("add_", "sub_", "mul_", "div_")]
 _OF_VALUES: dict[Any, _Handler] = {
-    **dict.fromkeys([*LARGEST_INDEX, aten.bernoulli.default, aten.bernoulli.p], ValueNotes._noted),
+    **dict.fromkeys([*operators.LARGEST_INDEX, aten.bernoulli.default, aten.bernoulli.p], ValueNotes._noted),
     **dict.fromkeys(_DRAWING, ValueNotes._mask_in_place),
     **dict.fromkeys([overload for f in _IN_PLACE for overload in (f.Tensor, f.Scalar)], ValueNotes._mask_in_place),
 }
@@ -199,7 +191,7 @@ def _handler_of(func: Any) -> _Handler | None:
         return None  # a higher-order operator
     if func not in _OF_VALUES and func.namespace not in ("aten", "prim", "prims", "profiler"):
         return ValueNotes._foreign
-    return _OF_VALUES.get(func, ValueNotes._writing if written_arguments(func) else None)
+    return _OF_VALUES.get(func, ValueNotes._writing if operators.written_arguments(func) else None)
 
 
 @cache
@@ -209,7 +201,9 @@ def _handler_of_all(func: Any) -> _Handler | None:
     if not isinstance(func, OpOverload) or handler is ValueNotes._foreign:
         return handler
     # A view is of the same memory, for which the same is noted.
-    gives_view = not written_arguments(func) and any(r.alias_info is not None for r in schema_of(func).returns)
+    gives_view = not operators.written_arguments(func) and any(
+        r.alias_info is not None for r in schema_of(func).returns
+    )
     return handler if gives_view else ValueNotes._followed
 
 

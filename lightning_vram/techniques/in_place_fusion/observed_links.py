@@ -25,19 +25,8 @@ from lightning_vram.core.hooks import is_in_backward, is_transformed
 from lightning_vram.core.operators import iterate_written
 from lightning_vram.memory.storages import ByStorage, storage_address
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
+from lightning_vram.private_names import torch as private
 from lightning_vram.private_names.dispatcher import FakeTensor
-from lightning_vram.private_names.torch import (
-    SEE_INPUT,
-    SEE_OUTPUT,
-    gradient_hooks,
-    has_hooks,
-    have_all_modules_hooks,
-    innermost_hooks,
-    is_in_forward_ad,
-    is_view,
-    tensors_in,
-    tree_leaves,
-)
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
 
@@ -100,12 +89,12 @@ class StorageWatch(OperatorSubscriber):
         if self._is_paused:
             return self.run(func, types, args, kwargs)
         written = {storage_address(tensor) for tensor in iterate_written(func, args, kwargs)}
-        read = {storage_address(tensor): tensor for tensor in tensors_in((args, kwargs))}
+        read = {storage_address(tensor): tensor for tensor in private.tensors_in((args, kwargs))}
         known = {address: memory for address, tensor in read.items() if (memory := self.find(tensor)) is not None}
         if known and not _is_recomputing():
             self._touch(known, written)
         result = self.run(func, types, args, kwargs)
-        for tensor in tensors_in(result):
+        for tensor in private.tensors_in(result):
             if storage_address(tensor) not in read:
                 self._memories.note(tensor, Memory())
         return result
@@ -138,7 +127,7 @@ class _Alias(torch.autograd.Function):
 
 def _current_hooks() -> int:
     """Identify the saved-tensor hooks: a checkpoint has its own, and saves what it is given."""
-    hooks = innermost_hooks()
+    hooks = private.innermost_hooks()
     return id(hooks[0]) if hooks is not None else 0
 
 
@@ -220,7 +209,7 @@ class StepObserver:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._exit.close()
-        if kind is None and not have_all_modules_hooks(SEE_INPUT):
+        if kind is None and not private.have_all_modules_hooks(private.SEE_INPUT):
             self._watch.collect_cycles()
             self.links = list(self._prove_links())
             self.overwriting = [member for member in self._candidates if self._may_overwrite(member)]
@@ -266,13 +255,17 @@ class StepObserver:
         return (self._watch.hand_over(args[0], call.memory), *args[1:]), kwargs
 
     def _judge(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        if not args or not is_plain(args[0]) or any(leaf is args[0] for leaf in tree_leaves((args[1:], kwargs))):
+        if (
+            not args
+            or not is_plain(args[0])
+            or any(leaf is args[0] for leaf in private.tree_leaves((args[1:], kwargs)))
+        ):
             return _Call(None)
         tensor, memory = args[0], self._watch.find(args[0])
-        if memory is None or memory.is_given or gradient_hooks(tensor) or tensor.retains_grad:
+        if memory is None or memory.is_given or private.gradient_hooks(tensor) or tensor.retains_grad:
             return _Call(None)
         is_linked = memory.is_untouched(tensor)
-        is_own = not is_view(tensor) and not (tensor.is_leaf and tensor.requires_grad)
+        is_own = not private.is_view(tensor) and not (tensor.is_leaf and tensor.requires_grad)
         is_unsaved = memory.num_reads == 0 and memory.hooks == _current_hooks() and not _is_saved(tensor)
         may_overwrite = module in self._candidates and is_own and is_unsaved
         return _Call(memory, is_linked, may_overwrite) if is_linked or may_overwrite else _Call(None)
@@ -283,7 +276,7 @@ class StepObserver:
         call = self._calls[module][-1]
         if call.memory is not None:
             call.memory.is_open = False
-        for tensor in tensors_in(output):
+        for tensor in private.tensors_in(output):
             self._graph.append(tensor.grad_fn)
             call.result = self._watch.find(tensor)
 
@@ -293,13 +286,13 @@ def _watch_hooks(module: nn.Module, watch: StorageWatch, stack: ExitStack) -> No
 
     def see(value: Any) -> None:
         if not torch.compiler.is_compiling():
-            for tensor in tensors_in(value):
+            for tensor in private.tensors_in(value):
                 if (memory := watch.find(tensor)) is not None:
                     memory.is_seen = True
 
     for member in module.modules():
-        sees_output = has_hooks(member, SEE_OUTPUT)  # before ours is there
-        if has_hooks(member, SEE_INPUT):
+        sees_output = private.has_hooks(member, private.SEE_OUTPUT)  # before ours is there
+        if private.has_hooks(member, private.SEE_INPUT):
             before = member.register_forward_pre_hook(lambda _, args, kwargs: see((args, kwargs)), with_kwargs=True)
             stack.callback(before.remove)
         if sees_output:
@@ -330,5 +323,5 @@ def is_plain(value: Any) -> bool:
         and not is_in_backward()
         and not (value.requires_grad and not torch.is_grad_enabled())  # what a reentrant checkpoint was given
         and not is_transformed()
-        and not is_in_forward_ad()
+        and not private.is_in_forward_ad()
     )

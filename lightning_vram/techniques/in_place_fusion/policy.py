@@ -38,20 +38,8 @@ from lightning_vram.core.tensors.properties import PLAIN_TYPES
 from lightning_vram.memory.device.accelerators import is_capturing
 from lightning_vram.memory.storages import version_of
 from lightning_vram.memory.units import format_bytes
-from lightning_vram.private_names.dispatcher import (
-    FakeTensor,
-    batch_norm_and_statistics,
-    is_compiled,
-    without_dispatch,
-)
-from lightning_vram.private_names.torch import (
-    BatchNormBase,
-    check_dimensions,
-    class_conv_forward,
-    convolve_with,
-    is_in_forward_ad,
-    without_autocast,
-)
+from lightning_vram.private_names import dispatcher
+from lightning_vram.private_names import torch as private
 from lightning_vram.techniques.in_place_fusion.observed_links import Link, StepObserver
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation, apply_compiled_recomputation
 
@@ -140,7 +128,7 @@ def _run_consumer(_: Any, pair: Pair, original: Callable[[Tensor], Tensor], /, i
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
-_CONV_METHODS = {(kind.forward, class_conv_forward(kind)) for kind in CONVOLUTIONS}
+_CONV_METHODS = {(kind.forward, private.class_conv_forward(kind)) for kind in CONVOLUTIONS}
 _NORM_FORWARDS = {kind.forward for kind in BATCH_NORMS}
 
 
@@ -155,7 +143,7 @@ def fold_frozen_batch_norm(links: Iterable[Link]) -> Pairs:
 def can_fold(link: Link) -> bool:
     """Whether ``link`` is a stock convolution and a stock batch norm with running statistics."""
     convolution, norm = link.producer, link.consumer
-    methods = plain_class_forward(convolution), class_conv_forward(type(convolution))
+    methods = plain_class_forward(convolution), private.class_conv_forward(type(convolution))
     if has_own_forward(convolution) or has_own_forward(norm) or methods not in _CONV_METHODS:
         return False
     if plain_class_forward(norm) not in _NORM_FORWARDS or not isinstance(norm, BATCH_NORMS):
@@ -170,7 +158,7 @@ def _run_convolution(pair: Pair, input: Tensor) -> Tensor | None:
     tensors = (convolution.weight, convolution.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var)
     if not all(tensor is None or type(tensor) in PLAIN_TYPES for tensor in tensors):
         return None  # FSDP2 has sharded the norm, which is in another group
-    return convolve_with(convolution, input, *_fold(convolution, norm))
+    return private.convolve_with(convolution, input, *_fold(convolution, norm))
 
 
 def _fold(convolution: Any, norm: Any) -> tuple[Tensor, Tensor]:
@@ -208,7 +196,7 @@ def apply_inplace_abn(links: Iterable[Link]) -> Pairs:
 def can_invert(link: Link) -> bool:
     """Whether ``link`` is a stock batch norm and a LeakyReLU or ELU with a positive slope."""
     norm, activation = link.producer, link.consumer
-    if has_own_forward(norm) or has_own_forward(activation) or type(norm).forward is not BatchNormBase.forward:
+    if has_own_forward(norm) or has_own_forward(activation) or type(norm).forward is not private.BatchNormBase.forward:
         return False
     if type(activation).forward not in (nn.LeakyReLU.forward, nn.ELU.forward):
         return False
@@ -228,9 +216,9 @@ def _run_norm(pair: Pair, input: Tensor) -> Tensor | None:
 
 def _is_recorded(norm: Any, input: Tensor) -> bool:
     """Whether the norm trains, a gradient is recorded by autograd alone, and the norm would not refuse the input."""
-    if not (norm.training and torch.is_grad_enabled()) or is_transformed() or is_in_forward_ad():
+    if not (norm.training and torch.is_grad_enabled()) or is_transformed() or private.is_in_forward_ad():
         return False
-    check_dimensions(norm, input)
+    private.check_dimensions(norm, input)
     is_needed = any(value is not None and value.requires_grad for value in (input, norm.weight, norm.bias))
     return is_needed and input.numel() > input.shape[1]
 
@@ -238,10 +226,13 @@ def _is_recorded(norm: Any, input: Tensor) -> bool:
 def _is_accurate(norm: Any, dtype: torch.dtype, activation: nn.Module) -> bool:
     """Whether gamma is large enough; true without values to read, of fake tensors or in the capture of a graph."""
     parameters = [value for value in (norm.weight, norm.bias) if value is not None]
-    if any(value.is_meta or isinstance(value.data, FakeTensor) or is_capturing(value.device) for value in parameters):
+    if any(
+        value.is_meta or isinstance(value.data, dispatcher.FakeTensor) or is_capturing(value.device)
+        for value in parameters
+    ):
         return True
     limit = MAX_ERROR_16_BIT if torch.finfo(dtype).bits == 16 else MAX_ERROR
-    with without_dispatch():  # recipes are known by their number in the forward
+    with dispatcher.without_dispatch():  # recipes are known by their number in the forward
         return float(measure_inversion_error(norm.weight, norm.bias, dtype, activation).max()) <= limit
 
 
@@ -302,8 +293,10 @@ class _NormalizeAndActivate(torch.autograd.Function):
         mean, variance = (norm.running_mean, norm.running_var) if norm.track_running_stats else (None, None)
         # What F.batch_norm is made of: it chooses cuDNN as F.batch_norm does, and returns the statistics too.
         implementation = torch.native_batch_norm
-        if batch_norm_and_statistics is not None:
-            implementation = functools.partial(batch_norm_and_statistics, cudnn_enabled=torch.backends.cudnn.enabled)
+        if dispatcher.batch_norm_and_statistics is not None:
+            implementation = functools.partial(
+                dispatcher.batch_norm_and_statistics, cudnn_enabled=torch.backends.cudnn.enabled
+            )
         output, _, inverse_deviation, *_ = implementation(
             input, weight, bias, mean, variance, training=True, momentum=momentum, eps=norm.eps
         )
@@ -323,7 +316,7 @@ class _NormalizeAndActivate(torch.autograd.Function):
             return (None,) * 5
         weight, bias, output, inverse_deviation = ctx.saved_tensors
         activation = ctx.activation
-        with without_autocast():
+        with private.without_autocast():
             value = invert(output, activation)  # y = gamma * xhat + beta
             if isinstance(activation, nn.ELU):
                 gradient = _aten.elu_backward(gradient, activation.alpha, 1, 1, is_result=True, self_or_result=output)
@@ -377,7 +370,7 @@ class Fusion:
         self._compiled: list[Swaps] = []
         self._recomputation = Recomputation(module, min_bytes=policy.min_bytes, dropout=policy.dropout)
         self.is_useful = True  # False once a step has shown that there is nothing to save
-        if policy.mode != "general" and is_compiled(module):
+        if policy.mode != "general" and dispatcher.is_compiled(module):
             self._compiled.append(apply_compiled_recomputation(module))
             log(f"lets the compiler recompute {len(self._compiled[0].modules)} norms and activations.")
 

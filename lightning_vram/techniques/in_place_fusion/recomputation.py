@@ -25,15 +25,7 @@ from typing_extensions import override
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor, pack_in_place, saving, unpack
 from lightning_vram.core.operators import Family, family_of, in_place_form
 from lightning_vram.core.patching import Swaps
-from lightning_vram.core.tensors.properties import (
-    PARAMETER_CLASSES,
-    PLAIN_TYPES,
-    alias,
-    check_version,
-    is_sharded,
-    is_strided,
-    version_counter,
-)
+from lightning_vram.core.tensors import properties
 from lightning_vram.memory.storages import NO_VERSION, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names.dispatcher import FakeTensor, hide_from_dynamo, without_dispatch
@@ -95,7 +87,7 @@ def _outlived_its_base(value: Value) -> bool:
 
 def restore(dropped: Dropped) -> Tensor:
     """Recompute a tensor, once for all that wait. Raises ``RuntimeError`` as autograd does if it was overwritten."""
-    check_version(dropped.counter, dropped.version, dropped.shape)
+    properties.check_version(dropped.counter, dropped.version, dropped.shape)
     if dropped.num_waiting == 0:
         dropped.num_waiting = dropped.num_saved  # a retained graph asks again
     tensor = _Rebuilding(dropped.value, is_trial=False).make(dropped.value)
@@ -245,7 +237,7 @@ class Recomputation(SavedTensorStage):
     @override
     def begin(self, stack: ExitStack) -> OperatorSubscriber | None:
         self.report = RecomputationReport()
-        self._recorder.parameters_move = self._module is not None and is_sharded(self._module)
+        self._recorder.parameters_move = self._module is not None and properties.is_sharded(self._module)
         stack.callback(self._clear)
         stack.enter_context(self._recorder)
         return self._recorder
@@ -263,15 +255,15 @@ class Recomputation(SavedTensorStage):
     @hide_from_dynamo
     def _pack(self, tensor: Tensor) -> Any:
         kind = type(tensor)
-        if kind in PARAMETER_CLASSES:
+        if kind in properties.PARAMETER_CLASSES:
             return tensor, num_writes(tensor)  # itself: FSDP refills the memory of parameters
         self.report.num_saved += 1
-        if kind not in PLAIN_TYPES or not is_strided(tensor):
+        if kind not in properties.PLAIN_TYPES or not properties.is_strided(tensor):
             return pack_in_place(tensor)
         value = self._recorder.find(tensor)
         if value is None:
             if tensor.nbytes < self._min_bytes or storage_address(tensor) in self._buffers:
-                return tensor if tensor.is_leaf else alias(tensor), num_writes(tensor)
+                return tensor if tensor.is_leaf else properties.alias(tensor), num_writes(tensor)
             return self._keep(self._recorder.value_of(tensor), tensor)
         if value.is_copy and value.recipe is not None:
             is_fresh = value.recipe.position == self._recorder.position
@@ -294,8 +286,8 @@ class Recomputation(SavedTensorStage):
             return saved
         dropped, recipe = value.find_dropped(), value.recipe
         if dropped is None and recipe is not None and tensor.nbytes >= self._min_bytes:
-            if recipe.depth == 0 and type(recipe.inputs[0]()) in PARAMETER_CLASSES:
-                return alias(tensor), num_writes(tensor)  # a weight transposed: no memory of its own
+            if recipe.depth == 0 and type(recipe.inputs[0]()) in properties.PARAMETER_CLASSES:
+                return properties.alias(tensor), num_writes(tensor)  # a weight transposed: no memory of its own
             dropped = self._drop(value, tensor)
         if dropped is None:
             return self._keep(value, tensor)
@@ -342,7 +334,9 @@ class Recomputation(SavedTensorStage):
                 return None
         recipe.held = None
         self._recorder.mark_used(value)
-        dropped = Dropped(value, sources, found[1], version_counter(tensor), num_writes(tensor), tensor.shape)
+        dropped = Dropped(
+            value, sources, found[1], properties.version_counter(tensor), num_writes(tensor), tensor.shape
+        )
         value.dropped = weakref.ref(dropped)
         if self._owns_memory(recipe):
             self.report.dropped_bytes += tensor.nbytes
@@ -351,12 +345,12 @@ class Recomputation(SavedTensorStage):
 
     def _is_free(self, value: Value, tensor: Tensor) -> bool:
         """Whether the memory of ``value`` stays anyway, ``tensor`` being its tensor or what that is a view of."""
-        return type(tensor) in PARAMETER_CLASSES or value.address in self._buffers
+        return type(tensor) in properties.PARAMETER_CLASSES or value.address in self._buffers
 
     def _can_hold(self, source: Value, origin: Tensor) -> bool:
         """Whether a recipe can end here, on what is not saved or dropped: it is still there as it was."""
-        is_lasting = not (self._recorder.parameters_move and type(origin) in PARAMETER_CLASSES)
-        return is_lasting and is_strided(origin) and NO_VERSION != source.version == version_of(origin)
+        is_lasting = not (self._recorder.parameters_move and type(origin) in properties.PARAMETER_CLASSES)
+        return is_lasting and properties.is_strided(origin) and NO_VERSION != source.version == version_of(origin)
 
     def _is_worth_it(self, sources: Iterable[Value], tensor: Tensor, recipe: Recipe) -> bool:
         """Whether what would be saved for these sources alone is less than ``tensor``."""

@@ -14,24 +14,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_vram.core import operators
 from lightning_vram.core.hooks import count_foreach_writes
-from lightning_vram.core.operators import (
-    Family,
-    family_of,
-    functional_form,
-    iterate_written,
-    shares_version,
-    written_arguments,
-)
 from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, PLAIN_TYPES, is_strided
 from lightning_vram.memory.storages import NO_VERSION, storage_address, version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
-from lightning_vram.private_names.dispatcher import (
-    BATCH_NORM,
-    BATCH_NORM_WITHOUT_STATISTICS,
-    TO_COPY,
-    FakeTensor,
-)
+from lightning_vram.private_names import dispatcher
 from lightning_vram.private_names.torch import count_storage_users, num_writes, storage_identity
 from lightning_vram.techniques.in_place_fusion.recipes import (
     CopyValue,
@@ -78,7 +66,7 @@ class RecipeRecorder(OperatorSubscriber):
             or (types and not PLAIN_TYPES.issuperset(types))
         ):
             if handler in _WRITERS and not self._is_paused:  # in inference mode, or by wrappers of tensors
-                for target in iterate_written(func, args, kwargs):
+                for target in operators.iterate_written(func, args, kwargs):
                     if type(target) in PLAIN_TYPES:
                         self.before_write(target, is_counted=False)
             return self.run(func, types, args, kwargs)
@@ -235,7 +223,7 @@ def _view(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[
     values = []
     for index, result in enumerate((results,) if is_one else results):
         # Autograd will let it share the version of its base, which counts from zero until then.
-        version = version_of(args[0] if shares_version(func) else result)
+        version = version_of(args[0] if operators.shares_version(func) else result)
         values.append(notes.note(result, recipe, version, index))
     if not is_one:
         recipe.siblings = [weakref.ref(value) for value in values]
@@ -245,7 +233,7 @@ def _view(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[
 def _growing(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     recipe = notes.recipe(func, args, kwargs)
     result = notes.run(func, (), args, kwargs)
-    if not is_strided(result) or (func is TO_COPY and not _is_believed_copy(args[0], result)):
+    if not is_strided(result) or (func is dispatcher.TO_COPY and not _is_believed_copy(args[0], result)):
         return result
     if not torch.is_grad_enabled():
         notes.note(result, recipe)
@@ -288,7 +276,7 @@ def _norm(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def _batch_norm(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    has_statistics = func is not BATCH_NORM_WITHOUT_STATISTICS
+    has_statistics = func is not dispatcher.BATCH_NORM_WITHOUT_STATISTICS
     in_training = not has_statistics or bool(args[5])  # ``training``
     statistics = [arg for arg in args[3:5] if isinstance(arg, Tensor)] if has_statistics else []
     running, others = None, args[3:]
@@ -300,7 +288,7 @@ def _batch_norm(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs:
         with notes.paused():
             others = (*(statistic.clone() for statistic in statistics), *args[5:])
     inputs: list[Value] = []
-    function = aten.native_batch_norm.default if func is BATCH_NORM else func
+    function = aten.native_batch_norm.default if func is dispatcher.BATCH_NORM else func
     filled = (function, running, *notes.with_values(args[:3], inputs), *others)
     recipe = Recipe(batch_norm, filled, kwargs, inputs, notes.position)
     results = notes.run(func, (), args, kwargs)
@@ -343,7 +331,9 @@ def _in_place(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: d
     recipe = None
     if (before.recipe is not None or before.find_saved() is not None or before.is_mask) and _keeps_dtype(args):
         inputs: list[Value] = []
-        recipe = Recipe(functional_form(func), notes.with_values(args, inputs), kwargs, inputs, notes.position)
+        recipe = Recipe(
+            operators.functional_form(func), notes.with_values(args, inputs), kwargs, inputs, notes.position
+        )
         recipe.strides = target.stride()
     notes.before_write(target)
     result = notes.run(func, (), args, kwargs)
@@ -359,7 +349,7 @@ def _in_place(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: d
 
 
 def _writing(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    for target in iterate_written(func, args, kwargs):
+    for target in operators.iterate_written(func, args, kwargs):
         notes.before_write(target, is_counted=False)  # fused optimizers count no version either
     result = notes.run(func, (), args, kwargs)
     count_foreach_writes(func, args, kwargs)
@@ -367,15 +357,15 @@ def _writing(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 _Handler = Callable[[RecipeRecorder, Any, tuple[Any, ...], dict[str, Any] | None], Any]
-_OF_FAMILY: dict[Family, _Handler] = {
-    Family.ELEMENTWISE: _elementwise,
-    Family.VIEW: _view,
-    Family.GROWING: _growing,
-    Family.SEVERAL_RESULTS: _several_results,
-    Family.NORM: _norm,
-    Family.BATCH_NORM: _batch_norm,
-    Family.DROPOUT: _native_dropout,
-    Family.BERNOULLI: _bernoulli,
+_OF_FAMILY: dict[operators.Family, _Handler] = {
+    operators.Family.ELEMENTWISE: _elementwise,
+    operators.Family.VIEW: _view,
+    operators.Family.GROWING: _growing,
+    operators.Family.SEVERAL_RESULTS: _several_results,
+    operators.Family.NORM: _norm,
+    operators.Family.BATCH_NORM: _batch_norm,
+    operators.Family.DROPOUT: _native_dropout,
+    operators.Family.BERNOULLI: _bernoulli,
 }
 _WRITERS = (_in_place, _writing, _bernoulli)
 
@@ -384,9 +374,9 @@ _WRITERS = (_in_place, _writing, _bernoulli)
 def _choose_handler(func: Any) -> _Handler | None:
     if func is aten.clone.default:
         return _copy_of
-    handler = _OF_FAMILY.get(family_of(func))
-    if handler is None and written_arguments(func):
-        handler = _in_place if functional_form(func) is not None else _writing
+    handler = _OF_FAMILY.get(operators.family_of(func))
+    if handler is None and operators.written_arguments(func):
+        handler = _in_place if operators.functional_form(func) is not None else _writing
     return handler
 
 
@@ -408,7 +398,9 @@ def _keeps_dtype(args: tuple[Any, ...]) -> bool:
 
 def _is_scale(arg: Any, dtype: torch.dtype) -> bool:
     """Whether ones that are multiplied or divided by ``arg`` stay apart from zeros."""
-    if isinstance(arg, FakeTensor) or (isinstance(arg, Tensor) and (arg.dim() > 0 or arg.device.type != "cpu")):
+    if isinstance(arg, dispatcher.FakeTensor) or (
+        isinstance(arg, Tensor) and (arg.dim() > 0 or arg.device.type != "cpu")
+    ):
         return False
     value = abs(float(arg))  # ``mul_(2.0)`` arrives with a tensor on the host made of the number
     smallest = torch.finfo(dtype).tiny if dtype.is_floating_point else 1.0

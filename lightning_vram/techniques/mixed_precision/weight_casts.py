@@ -21,16 +21,8 @@ from torch.overrides import has_torch_function_unary
 from lightning_vram.core.hooks import RecomputableTensors, is_transformed
 from lightning_vram.core.patching import Swaps, has_own_forward, plain_class_forward
 from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, check_version
+from lightning_vram.private_names import torch as private
 from lightning_vram.private_names.dispatcher import FakeTensor
-from lightning_vram.private_names.torch import (
-    PARAMETERS,
-    class_conv_forward,
-    hide_warning_of_hooks,
-    may_set_hooks,
-    num_writes,
-    own_children,
-    own_parameters,
-)
 
 Place = tuple[str | None, str]
 """A child of the module, or ``None`` for itself, and the name of a parameter there."""
@@ -38,7 +30,7 @@ Place = tuple[str | None, str]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _FORWARDS = frozenset(kind.forward for kind in (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED, nn.MultiheadAttention))
-_CONV_FORWARDS = frozenset(class_conv_forward(kind) for kind in _CONVOLUTIONS)
+_CONV_FORWARDS = frozenset(private.class_conv_forward(kind) for kind in _CONVOLUTIONS)
 _TRANSFORMERS = ("transformers.pytorch_utils", "Conv1D.forward")  # by name: it may not be installed
 _BIASES = {"weight": "bias", "in_proj_weight": "in_proj_bias"}
 _ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -58,8 +50,8 @@ def find_places(module: nn.Module, leave_out: Collection[nn.Module]) -> tuple[Pl
 def parameter_at(module: nn.Module, place: Place) -> Tensor | None:
     """Return the parameter at ``place``, if there still is one."""
     child, name = place
-    holder = module if child is None else own_children(module).get(child)
-    return own_parameters(holder).get(name) if holder is not None else None
+    holder = module if child is None else private.own_children(module).get(child)
+    return private.own_parameters(holder).get(name) if holder is not None else None
 
 
 def read_weights(module: nn.Module, places: Collection[Place], device_type: str) -> dict[Place, Tensor]:
@@ -67,8 +59,8 @@ def read_weights(module: nn.Module, places: Collection[Place], device_type: str)
     weights = {}
     for place in places:
         child, name = place
-        attributes = vars(module if child is None else own_children(module)[child])
-        weight = attributes[PARAMETERS].get(name)
+        attributes = vars(module if child is None else private.own_children(module)[child])
+        weight = attributes[private.PARAMETERS].get(name)
         if _is_cast(weight, device_type) and name not in attributes:
             weights[place] = weight
     return weights
@@ -93,14 +85,14 @@ def find_autocast_weights(module: nn.Module, leave_out: Collection[nn.Module] = 
     Weights with several owners are left out: a tied embedding is read in float32. Reads past the layer, by name, are
     not detected.
     """
-    owners = Counter(id(p) for part in module.modules() for p in own_parameters(part).values() if p is not None)
+    owners = Counter(id(p) for part in module.modules() for p in private.own_parameters(part).values() if p is not None)
     found: set[nn.Parameter] = set()
     for part in module.modules():
         if part in leave_out:
             continue
         for child, name in find_places(part, leave_out):
             holder = part if child is None else part.get_submodule(child)
-            both = [own_parameters(holder).get(name), own_parameters(holder).get(_BIASES.get(name, ""))]
+            both = [private.own_parameters(holder).get(name), private.own_parameters(holder).get(_BIASES.get(name, ""))]
             found.update(p for p in both if p is not None and p.dtype is torch.float32 and owners[id(p)] == 1)
     return found
 
@@ -108,7 +100,7 @@ def find_autocast_weights(module: nn.Module, leave_out: Collection[nn.Module] = 
 def _has_stock_forward(module: nn.Module) -> bool:
     forward = plain_class_forward(module)
     if forward in _FORWARDS:
-        return not isinstance(module, _CONVOLUTIONS) or class_conv_forward(type(module)) in _CONV_FORWARDS
+        return not isinstance(module, _CONVOLUTIONS) or private.class_conv_forward(type(module)) in _CONV_FORWARDS
     return (forward.__module__, getattr(forward, "__qualname__", "")) == _TRANSFORMERS
 
 
@@ -161,7 +153,7 @@ class WeightCasts:
             raise ValueError(
                 "model is in another running fit, or WeightCasts, with some of its modules: end or remove that first."
             )
-        hide_warning_of_hooks()
+        private.hide_warning_of_hooks()
         self._swaps = Swaps(_KEY)
         left_alone = {member for module in skip for member in module.modules()}
         for module in model.modules():
@@ -184,7 +176,7 @@ class WeightCasts:
 
 def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     is_autocast = torch.is_grad_enabled() and torch.is_autocast_enabled(state.device_type)
-    if torch.compiler.is_compiling() or not is_autocast or not may_set_hooks():
+    if torch.compiler.is_compiling() or not is_autocast or not private.may_set_hooks():
         return original(*args, **kwargs)
     dtype = torch.get_autocast_dtype(state.device_type)
     # A technique below ours (a checkpoint, a folded norm) reads the weights of the module itself.
@@ -197,7 +189,7 @@ def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *arg
     saves = RecomputableTensors()
     # FSDP2 refills the weight itself, which is alive anyway. The backward casts by the same kernel: bit-exact.
     casts = {
-        place: saves.add(weight.to(dtype), partial(_recast, weight, num_writes(weight), dtype))
+        place: saves.add(weight.to(dtype), partial(_recast, weight, private.num_writes(weight), dtype))
         for place, weight in weights.items()
     }
     with saves.hooks():

@@ -22,14 +22,8 @@ from typing_extensions import override
 
 from lightning_vram.core.hooks import RecomputableTensors, is_transformed
 from lightning_vram.core.tensors.properties import add_parameter_class, while_plain
+from lightning_vram.private_names import torch as private
 from lightning_vram.private_names.fsdp2 import shard_like
-from lightning_vram.private_names.torch import (
-    may_set_hooks,
-    own_parameters,
-    tree_leaves,
-    tree_map_only,
-    without_torch_function,
-)
 from lightning_vram.techniques.quantize_frozen_weights.packing import Library, Packing
 
 DTYPE = "_quantized_weight_dtype"
@@ -108,7 +102,7 @@ class QuantizedWeight(nn.Parameter):
         held = self.held
         if not isinstance(held, QuantizedWeight):
             return held
-        with without_torch_function():
+        with private.without_torch_function():
             return Tensor.detach(held)  # not that of a subclass
 
     @property
@@ -179,7 +173,7 @@ class QuantizedWeight(nn.Parameter):
 
         if torch.compiler.is_compiling():  # the compiler recomputes what is checkpointed
             return torch.utils.checkpoint.checkpoint(call, use_reentrant=False, preserve_rng_state=False)
-        if not (torch.is_grad_enabled() and input.requires_grad) or is_transformed() or not may_set_hooks():
+        if not (torch.is_grad_enabled() and input.requires_grad) or is_transformed() or not private.may_set_hooks():
             return call()
         saves = RecomputableTensors()
         weight = saves.add(self.dequantize(dtype), partial(self.dequantize, dtype))
@@ -193,7 +187,7 @@ class QuantizedWeight(nn.Parameter):
         return make_weight, (type(self), self._memory(), vars(self))
 
     def _memory(self) -> Tensor:
-        with without_torch_function():
+        with private.without_torch_function():
             return self.detach()
 
 
@@ -257,7 +251,7 @@ def make_weight(kind: type[QuantizedWeight], memory: Tensor, known: dict[str, An
 
 def quantized_weight(layer: nn.Module) -> QuantizedWeight | None:
     """Return the weight of a layer if it is quantized."""
-    weight = vars(layer).get("weight", own_parameters(layer).get("weight"))
+    weight = vars(layer).get("weight", private.own_parameters(layer).get("weight"))
     return weight if isinstance(weight, QuantizedWeight) else None
 
 
@@ -276,13 +270,13 @@ def read_weights_as(model: nn.Module, dtype: torch.dtype, skip: Container[nn.Mod
 
 def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call a function other than a layer's on what it needs of the weight: bytes, shape, memory or values."""
-    weight = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, QuantizedWeight))
+    weight = next(leaf for leaf in private.tree_leaves((args, kwargs)) if isinstance(leaf, QuantizedWeight))
     name, is_set = _name_of(func)
     if name == "requires_grad_" or (name == "requires_grad" and is_set):
         return weight if False in (*args[1:], *kwargs.values()) else weight.refuse(name)
     asker = "" if torch.compiler.is_dynamo_compiling() else _asker()
     if asker.startswith(weight.as_bytes_for):
-        with without_torch_function():
+        with private.without_torch_function():
             return func(*args, **kwargs)
     if asker in _REPLACE:
         weight.refuse(asker)
@@ -295,7 +289,7 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
             lambda weight: torch.empty(weight.form.shape, dtype=weight.form.dtype, device="meta"), func, args, kwargs
         )
     if name in _OF_MEMORY:
-        with without_torch_function():
+        with private.without_torch_function():
             return _call_with(lambda weight: weight.held, func, args, kwargs)
     return _call_with(lambda weight: weight.read(), func, args, kwargs)
 
@@ -320,13 +314,13 @@ def _writes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
     """Whether a function writes to a weight in its first argument, or in ``out``."""
     is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
     target = (args[:1] or list(kwargs.values())) if is_in_place else kwargs.get("out")
-    return any(isinstance(leaf, QuantizedWeight) for leaf in tree_leaves(target))
+    return any(isinstance(leaf, QuantizedWeight) for leaf in private.tree_leaves(target))
 
 
 def _call_with(
     read: Callable[[QuantizedWeight], Tensor], func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    args, kwargs = tree_map_only(QuantizedWeight, read, (args, dict(kwargs)))
+    args, kwargs = private.tree_map_only(QuantizedWeight, read, (args, dict(kwargs)))
     return func(*args, **kwargs)
 
 

@@ -18,17 +18,8 @@ from lightning_vram.core.host.transfers import HostWorker
 from lightning_vram.core.patching import mixin_for, remove_mixin
 from lightning_vram.core.tensors.properties import sharded_modules
 from lightning_vram.memory.device.accelerators import PeakWatch, current_kind, free_device_bytes, has_cache, total_bytes
+from lightning_vram.private_names import fsdp2
 from lightning_vram.private_names.dispatcher import is_compiled_part
-from lightning_vram.private_names.fsdp2 import (
-    RANKS_MARK,
-    ViewProofState,
-    end_backward_once,
-    groups_of,
-    place_of,
-    prepare_class,
-    remove_hooks,
-    state_of,
-)
 from lightning_vram.private_names.torch import current_graph_task_id
 from lightning_vram.techniques.sharding.flat_shards import FlatShard, Place, plan_residency
 from lightning_vram.techniques.sharding.group import ShardedGroup, take_over
@@ -85,7 +76,7 @@ class FullSharding:
                 self._shard(modules, replicated, place)
             self._take_over()
             for part in module.modules() if mesh.size() == 1 else ():
-                vars(part).pop(RANKS_MARK, None)  # for which transformers skip no layers (LayerDrop)
+                vars(part).pop(fsdp2.RANKS_MARK, None)  # for which transformers skip no layers (LayerDrop)
         except BaseException:
             self.remove()
             raise
@@ -100,7 +91,7 @@ class FullSharding:
             yield
         finally:
             self.is_inside = False
-            for group in groups_of(self.module) if not torch.is_grad_enabled() else ():
+            for group in fsdp2.groups_of(self.module) if not torch.is_grad_enabled() else ():
                 group.forget_whole()  # writes after a validation must not round parameters in 16 bits
         self._trial.end_batch()  # if there was a backward in it
 
@@ -108,7 +99,7 @@ class FullSharding:
 
     def called(self, group: ShardedGroup) -> None:
         """``group`` was gathered for a forward."""
-        end_backward_once(self.module)
+        fsdp2.end_backward_once(self.module)
         self._used.note(group)
 
     def lost(self) -> None:
@@ -130,7 +121,7 @@ class FullSharding:
         if self.is_inside:
             for group in [group for group in self.groups if group.home.type != "cpu"][:1]:
                 group.show_writes()
-            for group in groups_of(self.module):
+            for group in fsdp2.groups_of(self.module):
                 group.unshard()
                 group.wait_for_unshard()
 
@@ -184,14 +175,14 @@ class FullSharding:
     def _restore(self) -> dict[nn.Parameter, nn.Parameter]:
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         # Not self.groups: after an early error some are still FSDP2's own.
-        for group in {group: None for module in self._sharded for group in groups_of(module)}:
+        for group in {group: None for module in self._sharded for group in fsdp2.groups_of(module)}:
             if isinstance(group, ShardedGroup):
                 group.forget_whole()
             replaced |= self._whole.restore(group)
         for shard in replaced:
             disown(shard)
         for module in self._sharded:
-            remove_hooks(module)
+            fsdp2.remove_hooks(module)
             remove_mixin(module, FSDPModule)
         self._whole.restore_rest()
         return replaced
@@ -234,7 +225,7 @@ class FullSharding:
         for module in modules:
             if has_meta(module):
                 materialize(module, seed=options.seed, model=self.module, uninitialized_ok=options.uninitialized_ok)
-            prepare_class(type(module), mixin_for)
+            fsdp2.prepare_class(type(module), mixin_for)
         self._whole.make_contiguous(modules)
         policy = OffloadPolicy() if place == "device" else CPUOffloadPolicy(pin_memory=False)
         fully_shard(
@@ -256,8 +247,8 @@ class FullSharding:
             return options.low_precision_dtype if parameter.sharded_param in low_precision else None
 
         for part in (part for part in self.module.modules() if part in self._sharded):
-            state_of(part).__class__ = ViewProofState
-            for group in groups_of(part):
+            fsdp2.state_of(part).__class__ = fsdp2.ViewProofState
+            for group in fsdp2.groups_of(part):
                 if not isinstance(group, ShardedGroup):
                     self.groups.append(take_over(group, self, dtype_of, self._sharded[part]))
         if self.landing is not None and all(group.landing is None for group in self.groups):
@@ -397,7 +388,7 @@ class LowPrecisionTrial:
             flat.is_on_trial = True
             calls: dict[nn.Module, LayerCalls] = {}
             for parameter in flat.parameters:
-                layer = attention.get(owner := place_of(parameter)[0], owner)  # whose forward reads this weight
+                layer = attention.get(owner := fsdp2.place_of(parameter)[0], owner)  # whose forward reads this weight
                 parameter.is_counted = layer not in compiled
                 if parameter.is_counted:
                     if layer not in calls:

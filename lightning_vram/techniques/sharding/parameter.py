@@ -16,27 +16,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from typing_extensions import override
 
 from lightning_vram.core.ranks import RankAgreement, RankAgreementError
-from lightning_vram.core.tensors.properties import (
-    OURS,
-    CountedParameter,
-    add_parameter_class,
-    count_writes,
-    while_plain,
-)
+from lightning_vram.core.tensors import properties
+from lightning_vram.private_names import fsdp2
 from lightning_vram.private_names.dispatcher import DispatchKey, is_key_excluded, schema_of
-from lightning_vram.private_names.fsdp2 import (
-    AskedDTensor,
-    ParameterBase,
-    announce_backward,
-    cut_own_shard,
-    local_shard,
-    look_past_attribute,
-    own_shard_of,
-    place_of,
-    read_numbers_by,
-    set_own_shard,
-    wrap_like,
-)
 from lightning_vram.private_names.torch import gradient_hooks, has_accumulation_hooks, local_shard_of, tree_leaves
 
 if TYPE_CHECKING:
@@ -44,10 +26,10 @@ if TYPE_CHECKING:
     from lightning_vram.techniques.sharding.flat_shards import FlatShard
     from lightning_vram.techniques.sharding.group import ShardedGroup
 
-_OWNER = f"{OURS}owner"
+_OWNER = f"{properties.OURS}owner"
 
 
-class OwnedTensor(AskedDTensor):
+class OwnedTensor(fsdp2.AskedDTensor):
     """Class of sharded parameters, and of gradients and moments in a pending step: their use goes through an owner.
 
     ``parameter.data = values``, which a ``DTensor`` ignores, writes to it. Before torch 2.13 operators are not seen,
@@ -80,7 +62,7 @@ class OwnedTensor(AskedDTensor):
     @override
     def give_local(self) -> Tensor:
         _owner_of(self).before_use(self)
-        return own_shard_of(self)
+        return fsdp2.own_shard_of(self)
 
     @property
     def data(self) -> Tensor:
@@ -99,11 +81,11 @@ class OwnedTensor(AskedDTensor):
     # Copies and files have DTensor's class.
     def __deepcopy__(self, memo: Any) -> Any:
         _owner_of(self).before_use(self)
-        return while_plain(self, DTensor, lambda: self.__deepcopy__(memo))
+        return properties.while_plain(self, DTensor, lambda: self.__deepcopy__(memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _owner_of(self).before_use(self)
-        return while_plain(self, DTensor, lambda: self.__reduce_ex__(protocol))
+        return properties.while_plain(self, DTensor, lambda: self.__reduce_ex__(protocol))
 
 
 def _owner_of(tensor: Tensor) -> Any:
@@ -128,7 +110,7 @@ def disown(tensor: Tensor) -> None:
         del vars(tensor)[_OWNER]
 
 
-class GatheredParameter(CountedParameter):
+class GatheredParameter(properties.CountedParameter):
     """Class of gathered parameters, in FSDP2's memory: counts writes, which the shard gets in the end."""
 
     @property
@@ -141,7 +123,7 @@ class GatheredParameter(CountedParameter):
         set_values(self.data, values)
 
 
-add_parameter_class(GatheredParameter)
+properties.add_parameter_class(GatheredParameter)
 
 
 @torch.no_grad()
@@ -209,8 +191,8 @@ def _is_pending(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN and type(vars(tensor)[_OWNER]) is _Pending
 
 
-_LOW_PRECISION = f"{OURS}low_precision"
-_FACTORS = f"{OURS}factors"
+_LOW_PRECISION = f"{properties.OURS}low_precision"
+_FACTORS = f"{properties.OURS}factors"
 
 
 def low_precision_of(gradient: Tensor | None) -> Tensor | None:
@@ -229,7 +211,7 @@ def fp32_part(gradient: Tensor, part: slice | None = None) -> Tensor:
     """Return local values of a gradient, or a flat part, in its own dtype: upcast for this call if in 16 bit."""
     values = low_precision_of(gradient)
     if values is None:
-        own: Tensor = local_shard(gradient)
+        own: Tensor = fsdp2.local_shard(gradient)
         return own if part is None else own.reshape(-1)[part]
     fp32 = (values if part is None else values.reshape(-1)[part]).to(gradient.dtype)
     for factor in vars(gradient)[_FACTORS]:
@@ -250,7 +232,7 @@ def upcast(gradient: Tensor | None) -> None:
     if gradient is not None and low_precision_of(gradient) is not None:
         fp32 = fp32_part(gradient)
         del vars(gradient)[_LOW_PRECISION], vars(gradient)[_FACTORS]
-        set_own_shard(gradient, fp32)
+        fsdp2.set_own_shard(gradient, fp32)
         unwatch([gradient])
 
 
@@ -266,11 +248,11 @@ class WholeNumbers:
 
     def __init__(self, timeout: timedelta) -> None:
         self._agreement = RankAgreement(timeout)
-        read_numbers_by(self._read)
+        fsdp2.read_numbers_by(self._read)
 
     def remove(self) -> None:
         """Restore reads of each rank's own part."""
-        read_numbers_by(None)
+        fsdp2.read_numbers_by(None)
         self._agreement.close()
 
     def _read(self, tensor: Any) -> Any:
@@ -279,7 +261,7 @@ class WholeNumbers:
             with ThreadPoolExecutor(1) as thread:
                 return thread.submit(self._read, tensor).result()
         if all(place.is_replicate() for place in tensor.placements) or self._agreement.is_alone:
-            return local_shard(tensor).item()
+            return fsdp2.local_shard(tensor).item()
         self._meet()
         return tensor.detach().full_tensor().item()
 
@@ -311,13 +293,13 @@ def make_announcement(sharding: "FullSharding") -> Any:
 
     def announce(_: Tensor) -> None:
         if (sharding := owner()) is not None and sharding.is_inside:
-            announce_backward(sharding.module)
+            fsdp2.announce_backward(sharding.module)
 
     announce.only_tells = True  # type: ignore[attr-defined]
     return announce
 
 
-class ShardedParameter(ParameterBase):
+class ShardedParameter(fsdp2.ParameterBase):
     """Replaces the class of FSDP2's object, see :func:`~lightning_vram.techniques.sharding.group.take_over`.
 
     The group gathers and releases it, by the attributes. Writes in a training step count on whichever of the two code
@@ -342,7 +324,7 @@ class ShardedParameter(ParameterBase):
 
     def take_over(self, group: "ShardedGroup", flat_shard: "FlatShard", announcement: Any) -> None:
         """Initialize."""
-        look_past_attribute(self)
+        fsdp2.look_past_attribute(self)
         self.begin()
         self.group, self.flat_shard, self.announcement = group, flat_shard, announcement
         self.wants_gradient = self.sharded_param.requires_grad
@@ -418,18 +400,18 @@ class ShardedParameter(ParameterBase):
                 f"Parameter {self.name!r} was written through optimizer.param_groups during a step, in which the "
                 "ranks compute with a copy of it. Write to the parameters of the module instead."
             )
-        used.copy_(own_shard_of(shard))
-        self.version = count_writes(used)
+        used.copy_(fsdp2.own_shard_of(shard))
+        self.version = properties.count_writes(used)
         self.flat_shard.touch()
 
     @torch.no_grad()
     def take_over_writes(self) -> None:
         """Update the shard from writes to the gathered parameter, if there were any."""
         whole, shard, flat = self.whole, cast(DTensor, self.sharded_param), self.flat_shard
-        if count_writes(whole) == self.version:
+        if properties.count_writes(whole) == self.version:
             return
-        self.version = count_writes(whole)
-        if shard.device_mesh.size() > 1 and getattr(place_of(self)[0], "max_norm", None) is not None:
+        self.version = properties.count_writes(whole)
+        if shard.device_mesh.size() > 1 and getattr(fsdp2.place_of(self)[0], "max_norm", None) is not None:
             raise RuntimeError(
                 f"The embedding of parameter {self.name!r} has max_norm, with which each rank scales the rows of its "
                 "own batch: the ranks would diverge. Train on one device, or leave max_norm out."
@@ -442,8 +424,8 @@ class ShardedParameter(ParameterBase):
         for other in self.group.flat_shards:  # code may compute what it writes from the others
             other.seen_in_fp32 |= other.is_on_trial
         flat.open()
-        local = own_shard_of(shard)
-        local.copy_(cut_own_shard(whole, shard))
+        local = fsdp2.own_shard_of(shard)
+        local.copy_(fsdp2.cut_own_shard(whole, shard))
         if local.device.type != "cpu":  # else the copy has waited, for a step or another stream that follows
             torch.accelerator.current_stream().synchronize()
         flat.touch()
@@ -503,12 +485,12 @@ class ShardedParameter(ParameterBase):
         """Accumulate a gradient that is on the host."""
         shard: Any = self.sharded_param
         if shard.grad is not None:
-            own_shard_of(shard.grad).add_(gradient)
+            fsdp2.own_shard_of(shard.grad).add_(gradient)
         elif gradient.dtype == shard.dtype or not self.flat_shard.keeps_gradients:
-            shard.grad = wrap_like(gradient.to(shard.dtype), shard)
+            shard.grad = fsdp2.wrap_like(gradient.to(shard.dtype), shard)
         else:
             nothing = torch.full((), torch.nan, dtype=shard.dtype)
-            shard.grad = proxy = wrap_like(nothing.expand(gradient.shape), shard)
+            shard.grad = proxy = fsdp2.wrap_like(nothing.expand(gradient.shape), shard)
             vars(proxy)[_LOW_PRECISION], vars(proxy)[_FACTORS] = gradient, []  # until upcast
             self._low_precision = weakref.ref(proxy)
             self.watch_gradient()

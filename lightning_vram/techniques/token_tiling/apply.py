@@ -42,18 +42,8 @@ from lightning_vram.core.rollback import ForwardFacts, ForwardState
 from lightning_vram.core.tensors.properties import PLAIN_TYPES, REAL_TYPES, is_strided
 from lightning_vram.memory.storages import version_of
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
+from lightning_vram.private_names import torch as private
 from lightning_vram.private_names.dispatcher import TO_COPY, without_modes
-from lightning_vram.private_names.torch import (
-    PARAMETERS,
-    SEE_INPUT,
-    BatchNormBase,
-    InstanceNormBase,
-    has_hooks,
-    is_parametrization_cached,
-    retains_graph,
-    tree_leaves,
-    without_autocast,
-)
 
 # Each tile runs twice: in the forward without gradients, and in the backward, where gradients are summed.
 
@@ -170,7 +160,7 @@ def _add_gradients(
         return
     end = get_gradient_edge(results.pop())  # nobody reads the result
     wanted = {place: leaf for place, leaf in enumerate(leaves) if leaf.requires_grad}
-    with without_autocast():  # as backwards run, also of an fp32 region
+    with private.without_autocast():  # as backwards run, also of an fp32 region
         parts: Sequence[Tensor | None] = torch.autograd.grad(
             [end], [*wanted.values()], [window(gradient)], allow_unused=True
         )
@@ -220,7 +210,7 @@ class _Tiled(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("TokenTiling does not support gradients of gradients (create_graph=True). Leave it out.")
         tensors, call, needs = ctx.saved_tensors, ctx.call, ctx.needs_input_grad[1:]
-        if not retains_graph():
+        if not private.retains_graph():
             ctx.call = None  # its state holds what the module held
         samples = SavedSamples(first=call.samples) if call.samples is not None else None
         found: list[Any] = [None] * len(tensors)
@@ -235,7 +225,7 @@ class _Tiled(torch.autograd.Function):
 
 
 _KEY = "_token_tiling"
-_MIXING = (BatchNormBase, InstanceNormBase, nn.MultiheadAttention, nn.RNNBase)
+_MIXING = (private.BatchNormBase, private.InstanceNormBase, nn.MultiheadAttention, nn.RNNBase)
 
 _SETTINGS = frozenset((bool, int, str, type(None)))
 _MAX_VERDICTS = 32
@@ -300,7 +290,7 @@ def _is_candidate(module: nn.Module) -> bool:
 def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     is_left_alone = _is_inside.get() or is_transformed() or is_in_selective_checkpoint()
     # In parametrize.cached() tiles would share weights.
-    if torch.compiler.is_compiling() or is_left_alone or is_parametrization_cached():
+    if torch.compiler.is_compiling() or is_left_alone or private.is_parametrization_cached():
         return original(*args, **kwargs)
     hidden, is_alone, reason = find_hidden(args, kwargs), False, "does not get one floating-point tensor of tokens"
     if hidden is not None:
@@ -354,7 +344,7 @@ def _structural_reason(module: nn.Module) -> str:
     for name, part in module.named_modules():
         if isinstance(part, _MIXING):
             return f"has a {type(part).__name__}"
-        if name and has_hooks(part, SEE_INPUT):
+        if name and private.has_hooks(part, private.SEE_INPUT):
             return f"has a hook on {name} (of FSDP2, or yours), which would see tiles"
     return ""
 
@@ -487,7 +477,7 @@ class _Runs:
 def _contents(module: nn.Module) -> dict[tuple[str, int], list[Any]]:
     """What attributes hold, by name and submodule. Parameters are looked at elsewhere."""
     members = ((part, name, value) for part in module.modules() for name, value in vars(part).items())
-    return {(name, id(part)): tree_leaves(value) for part, name, value in members if name != PARAMETERS}
+    return {(name, id(part)): private.tree_leaves(value) for part, name, value in members if name != private.PARAMETERS}
 
 
 def _copy(leaf: Any) -> Tensor | None:
