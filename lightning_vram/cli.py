@@ -13,22 +13,8 @@ from itertools import pairwise
 
 from rich.console import Console, RenderableType
 
+from lightning_vram.commands import options
 from lightning_vram.commands.files import FILE_COMMANDS
-from lightning_vram.commands.options import (
-    BROKEN_PIPE,
-    COMMANDS,
-    ESTIMATE,
-    INTERRUPTED,
-    PLAN,
-    PROGRAM,
-    describe,
-    device_list,
-    did_you_mean,
-    dry_run_parser,
-    fail,
-    is_debugging,
-    main_parser,
-)
 from lightning_vram.version import __version__
 
 _MIN_TABLE_WIDTH, _MAX_TABLE_WIDTH = 100, 1000
@@ -50,35 +36,36 @@ def main(args: Sequence[str] | None = None) -> None:
         _run(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        if is_debugging():
+        if options.is_debugging():
             raise
-        sys.exit(INTERRUPTED)
+        sys.exit(options.INTERRUPTED)
     except BrokenPipeError:  # `lightning-vram presets | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
-        sys.exit(BROKEN_PIPE)
+        sys.exit(options.BROKEN_PIPE)
 
 
 def _run(arguments: list[str]) -> None:
     command = arguments[0] if arguments else ""
     if command in _HELP:
-        main_parser().print_help()
-    elif command in (ESTIMATE, PLAN) and not {*_HELP}.isdisjoint(arguments):
-        dry_run_parser(command).print_help()
-    elif command in (ESTIMATE, PLAN) and "--device=list" in map(
+        options.main_parser().print_help()
+    elif command in (options.ESTIMATE, options.PLAN) and not {*_HELP}.isdisjoint(arguments):
+        options.dry_run_parser(command).print_help()
+    elif command in (options.ESTIMATE, options.PLAN) and "--device=list" in map(
         str.lower, (*arguments, *map("=".join, pairwise(arguments)))
     ):
-        _show(device_list())
+        _show(options.device_list())
     elif command == "--version":
-        print(f"{PROGRAM} {__version__}")
+        print(f"{options.PROGRAM} {__version__}")
     elif command in FILE_COMMANDS:
         _run_on_files(command, *arguments[1:])
-    elif command in COMMANDS or command.startswith("-"):
+    elif command in options.COMMANDS or command.startswith("-"):
         from lightning_vram.commands.run import run  # seconds
 
         run(arguments, _show)
     else:
         got = f"got {command!r}" if command else "got none"
-        fail(f"expected a command, one of {', '.join(COMMANDS)}, {got}.{did_you_mean(command, COMMANDS)}")
+        guess = options.did_you_mean(command, options.COMMANDS)
+        options.fail(f"expected a command, one of {', '.join(options.COMMANDS)}, {got}.{guess}")
 
 
 def _run_on_files(command: str, *args: str) -> None:
@@ -88,9 +75,9 @@ def _run_on_files(command: str, *args: str) -> None:
     except BrokenPipeError:
         raise
     except (OSError, ValueError, ModuleNotFoundError, pickle.UnpicklingError) as error:
-        if is_debugging():
+        if options.is_debugging():
             raise
-        fail(describe(error))
+        options.fail(options.describe(error))
 
 
 def _show(result: RenderableType) -> None:

@@ -15,16 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
-from lightning_vram.commands.options import (
-    DEBUG_VARIABLE,
-    ESTIMATE,
-    FIT_OPTIONS,
-    PLAN,
-    did_you_mean,
-    fail,
-    is_debugging,
-    options_of,
-)
+from lightning_vram.commands import options
 from lightning_vram.core.ranks import CheckpointError
 
 _KEY = re.compile(r'Parser key "([^"]+)"|Problem with given class_path \'([^\']+)\'')
@@ -69,11 +60,11 @@ def explain(message: str) -> str:
         name = found["name"]
         return f"{name} is missing: name it with --{name}, or in a file with --config FILE."
     if found := _UNKNOWN.match(line):
-        known = [*FIT_OPTIONS, "--ckpt_path", "--compare_with_baseline"]
-        known += (f"--{one}" for command in (ESTIMATE, PLAN) for one in options_of(command))
+        known = [*options.FIT_OPTIONS, "--ckpt_path", "--compare_with_baseline"]
+        known += (f"--{one}" for command in (options.ESTIMATE, options.PLAN) for one in options.options_of(command))
         known += (f"--trainer.{one}" for one in inspect.signature(pl.Trainer).parameters)
         by_last = {_last_word(one): one for one in known}  # a common "--trainer." does not make names alike
-        hint = did_you_mean(_last_word(found["name"]), by_last, by_last.__getitem__)
+        hint = options.did_you_mean(_last_word(found["name"]), by_last, by_last.__getitem__)
         return f"{line}.{hint if found['name'].startswith('-') else hint.replace('--', '')}" if hint else line
     return line
 
@@ -86,7 +77,7 @@ _CONFIGURATION = (MisconfigurationException, OmegaConfBaseException)
 _OWN_KINDS = (CheckpointError, FileNotFoundError, IsADirectoryError, ModuleNotFoundError, ValueError, UnpicklingError)
 _OWN, _LIGHTNING = (f"{Path(file).parent}{os.sep}" for file in (Path(__file__).parent, str(lightning.__file__)))
 _ARGUMENTS = f"{_LIGHTNING}pytorch/trainer/connectors/"  # which check the arguments of a Trainer
-WHERE = f" ({DEBUG_VARIABLE}=1 shows where)"
+WHERE = f" ({options.DEBUG_VARIABLE}=1 shows where)"
 
 
 def is_complete_message(error: Exception) -> bool:
@@ -128,6 +119,6 @@ class CommandParser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if not self.exit_on_error or is_debugging():
+        if not self.exit_on_error or options.is_debugging():
             super().error(message, ex)
-        fail(explain(message))
+        options.fail(explain(message))

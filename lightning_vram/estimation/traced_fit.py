@@ -22,21 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
 
 from lightning_vram.core.host.transfers import copies_noted
+from lightning_vram.estimation import fake_trainer
 from lightning_vram.estimation.batches import FreshBatches, batch_size_of, first_samples, map_tensors
-from lightning_vram.estimation.fake_trainer import (
-    NUM_STEPS,
-    RunCallbacks,
-    add_silent_logger,
-    as_list,
-    isolated,
-    leave_out_reducer,
-    left_out_note,
-    make_trainer,
-    needs_ranks,
-    parts_of,
-    run_without_ends,
-    stay_on_card,
-)
 from lightning_vram.estimation.step_time import StepClock, StepTime
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.memory.estimate.caching_allocator import as_on_gpu
@@ -91,7 +78,7 @@ class FitRun:
     num_ranks: int = 1  # processes, all of which do the same
     with_validation: bool = True  # after the steps
     with_times: bool = False  # whether to count what the operators take
-    run_callbacks: RunCallbacks = ()  # the user's callbacks that are run, by classes or names
+    run_callbacks: fake_trainer.RunCallbacks = ()  # the user's callbacks that are run, by classes or names
     # The first run of a Trainer and what came of it, for others of the same; ``None``: not shared.
     known: list[tuple["FitRun", list[Any], TracedFit]] | None = field(default=None, compare=False)
     has_values: bool = False  # whether tensors of the batch keep their values, so that bad indices are noticed
@@ -101,7 +88,7 @@ class FitRun:
 
 def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     """Run two optimizer steps and one batch of validation on fake tensors."""
-    what = [module, batch, *chain(*parts_of(run.trainer_arguments, run.run_callbacks).values())]
+    what = [module, batch, *chain(*fake_trainer.parts_of(run.trainer_arguments, run.run_callbacks).values())]
     for known, known_what, traced in run.known or ():
         is_known = replace(known, trainer_arguments={}) == replace(run, trainer_arguments={})
         if is_known and len(what) == len(known_what) and all(map(is_, what, known_what)):
@@ -219,14 +206,17 @@ def reason_of(error: Exception) -> str:
 
 def trace_real_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     """The same on real tensors, on the host, in one process. The module is copied, weights and all."""
-    what, make = (module, parts_of(run.trainer_arguments, run.run_callbacks)), partial(map_tensors, batch, Tensor.clone)
+    what, make = (
+        (module, fake_trainer.parts_of(run.trainer_arguments, run.run_callbacks)),
+        partial(map_tensors, batch, Tensor.clone),
+    )
 
     def fit(num_batches: int) -> TracedFit | None:
         # Nothing keeps the memo, which refers to all copies: a weight that is replaced must be freed.
         copies = copy.deepcopy(what, {id(one): _on_host(one) for one in _tensors_of(module) if not one.is_cpu})
         return _fit(copies, make, run, HOST, track_memory(copies[0]), num_batches)
 
-    with isolated():
+    with fake_trainer.isolated():
         return _with_enough_batches(fit, run)
 
 
@@ -251,17 +241,17 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
             tracker.ledger.note_pinned(tensor)
 
     with ExitStack() as stack:
-        stack.enter_context(isolated())
+        stack.enter_context(fake_trainer.isolated())
         num_bytes = run.card.memory_bytes if run.card is not None else 0
         fakes_of = fake_device(num_bytes=num_bytes, allocated_bytes=live_bytes, on_pin=note_pinned, reads=run.reads)
         mode, values = stack.enter_context(fakes_of)
         if run.card is not None:
             capability = run.card.capability or _USUAL_CAPABILITY
             notes = stack.enter_context(cuda_semantics(capability, num_bytes=num_bytes, allocated_bytes=live_bytes))
-        if needs_ranks(run.trainer_arguments) or run.num_ranks > 1:
+        if fake_trainer.needs_ranks(run.trainer_arguments) or run.num_ranks > 1:
             stack.enter_context(fake_ranks(run.num_ranks))
         fakes = FakeTensors(mode, HOST)
-        what, tensors = (module, parts_of(run.trainer_arguments, run.run_callbacks)), _tensors_of(module)
+        what, tensors = (module, fake_trainer.parts_of(run.trainer_arguments, run.run_callbacks)), _tensors_of(module)
         copies = copy.deepcopy(what, {id(tensor): fakes.fake(tensor) for tensor in tensors})
         templates = map_tensors(
             batch, partial(_template, fakes, values if run.has_values or run.reads.is_recorded else None)
@@ -283,7 +273,9 @@ def _template(fakes: FakeTensors, values: KnownValues | None, tensor: Tensor) ->
 
 def _with_enough_batches(fit: Callable[[int], TracedFit | None], run: FitRun) -> TracedFit:
     """Run whole accumulations: schedules and manual optimization hide over how many batches they go."""
-    num_batches = min(NUM_STEPS * (run.trainer_arguments.get("accumulate_grad_batches") or 1), _MOST_BATCHES)
+    num_batches = min(
+        fake_trainer.NUM_STEPS * (run.trainer_arguments.get("accumulate_grad_batches") or 1), _MOST_BATCHES
+    )
     while num_batches <= _MOST_BATCHES:
         traced = fit(num_batches)
         if traced is not None:
@@ -303,18 +295,18 @@ def _fit(
     """Fit; ``None``: the optimizers have not stepped twice within ``num_batches``."""
     module, parts = copies
     forget_compiled_steps(module)
-    given = as_list(run.trainer_arguments.get("callbacks"))
-    run_without_ends(module, parts["callbacks"], given, run.run_callbacks)
+    given = fake_trainer.as_list(run.trainer_arguments.get("callbacks"))
+    fake_trainer.run_without_ends(module, parts["callbacks"], given, run.run_callbacks)
     with ExitStack() as stack:
         stack.enter_context(tracker)
         clock = StepClock(run.card or _HOST_SPEC, device) if run.with_times else None
         run.reads.restart()
         marks = _Marks(tracker, clock, run.reads)
         arguments, folder = {**run.trainer_arguments, **parts}, stack.enter_context(TemporaryDirectory())
-        trainer = make_trainer(arguments, device, run.num_ranks, marks, folder)
+        trainer = fake_trainer.make_trainer(arguments, device, run.num_ranks, marks, folder)
         connect = trainer.strategy.setup_environment  # past modes: values of meshes of ranks count
         trainer.strategy.setup_environment = without_modes()(connect)  # type: ignore[method-assign]
-        leave_out_reducer(trainer.strategy, tracker.label_gradients)
+        fake_trainer.leave_out_reducer(trainer.strategy, tracker.label_gradients)
         stack.callback(register_optimizer_step_post_hook(marks.count_step).remove)
         if run.card is not None and device == FAKE_GPU:  # before the tracker: when the results of an operator are there
             stack.enter_context(Scratch(run.card, device, tracker.ledger.note_scratch))
@@ -331,7 +323,7 @@ def _fit(
     return TracedFit(
         timeline=timeline if device == HOST else as_on_gpu(timeline),
         spans=spans,
-        notes=tuple(left_out_note(given, run.run_callbacks)),
+        notes=tuple(fake_trainer.left_out_note(given, run.run_callbacks)),
         times=marks.times(),
         layers=next(filter(None, tables), ""),
         host_bytes=getattr(trainer.strategy, "host_bytes", 0),
@@ -357,7 +349,7 @@ class _Marks(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        add_silent_logger(trainer)
+        fake_trainer.add_silent_logger(trainer)
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, _: int) -> None:
@@ -384,7 +376,7 @@ class _Marks(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        stay_on_card(trainer, pl_module)
+        fake_trainer.stay_on_card(trainer, pl_module)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -392,7 +384,7 @@ class _Marks(Callback):
 
     def spans(self) -> dict[str, tuple[int, int]] | None:
         """First event and the one after the last, by stage. ``None`` if there were too few steps."""
-        if len(self._ends) < NUM_STEPS:
+        if len(self._ends) < fake_trainer.NUM_STEPS:
             return None
         before, end = self._ends[-2:]
         spans = {FIRST_STEP: (0, self._ends[0]), STEP: (before, end)}

@@ -40,18 +40,8 @@ from lightning_vram.core.tensors.codecs import add_compensation_, compensate_, j
 from lightning_vram.core.tensors.properties import is_strided
 from lightning_vram.memory.storages import storage_address
 from lightning_vram.memory.tracking.tracker import forget_optimizer_tensors, register_optimizer_tensors
+from lightning_vram.optimizers import step_round as rounds
 from lightning_vram.optimizers.moment_forms import HeldStates, Seed, UpdateCheck
-from lightning_vram.optimizers.step_round import (
-    Member,
-    State,
-    StepRound,
-    StepTakeOver,
-    iterate_parameters,
-    make_proxy,
-    publish_state,
-    steps_like,
-    why_not_steppable,
-)
 from lightning_vram.private_names.dispatcher import copy_each, is_traceable_wrapper_subclass
 from lightning_vram.private_names.torch import forward_pre_hooks
 
@@ -106,9 +96,9 @@ def iterate_computing(module: nn.Module) -> Iterator[nn.Module]:
 def refuse_lost_updates(optimizers: Iterable[Optimizer]) -> None:
     """Refuse optimizers of ``torch.optim`` that would step 16-bit weights; others are trusted."""
     for optimizer in optimizers:
-        if not steps_like(type(optimizer), _KINDS):  # may have no defaults
+        if not rounds.steps_like(type(optimizer), _KINDS):  # may have no defaults
             continue
-        rounded = [p for p in iterate_parameters(optimizer) if p.requires_grad and p.dtype in _LOW_PRECISION]
+        rounded = [p for p in rounds.iterate_parameters(optimizer) if p.requires_grad and p.dtype in _LOW_PRECISION]
         if rounded:
             dtypes = " and ".join(sorted({str(parameter.dtype) for parameter in rounded}))
             raise ValueError(
@@ -295,7 +285,7 @@ def _change_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     parameter.grad = None if gradient is None else gradient.to(dtype)
 
 
-def floating(state: State, shape: torch.Size | None = None) -> list[str]:
+def floating(state: rounds.State, shape: torch.Size | None = None) -> list[str]:
     """Name the floating tensors of a state, of a ``shape`` or any but a scalar's: step counts keep their precision."""
     tensors = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
     return [key for key in tensors if state[key].is_floating_point() and shape in (None, state[key].shape)]
@@ -305,10 +295,10 @@ def convert_states(
     optimizer: Optimizer, parameters: Container[nn.Parameter], dtype: torch.dtype | None, full_dtype: torch.dtype | None
 ) -> None:
     """Change the dtype of floating state tensors, to ``full_dtype`` if elementwise; ``None``: as the parameter."""
-    for parameter in iterate_parameters(optimizer):
+    for parameter in rounds.iterate_parameters(optimizer):
         if parameter not in parameters or parameter not in optimizer.state:
             continue
-        state: State = optimizer.state[parameter]
+        state: rounds.State = optimizer.state[parameter]
         full = floating(state, parameter.shape)
         for key in floating(state):
             value = state[key].to((full_dtype if key in full else dtype) or parameter.dtype)
@@ -318,7 +308,7 @@ def convert_states(
 
 def refill_accumulators(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> None:
     """Give Adagrad's states, created from bf16 weights, their exact initial value."""
-    for parameter in iterate_parameters(optimizer) if isinstance(optimizer, Adagrad) else ():
+    for parameter in rounds.iterate_parameters(optimizer) if isinstance(optimizer, Adagrad) else ():
         state = optimizer.state.get(parameter)
         if parameter in parameters and state and not state["step"]:
             initial = optimizer.defaults["initial_accumulator_value"]
@@ -328,7 +318,7 @@ def refill_accumulators(optimizer: Optimizer, parameters: Container[nn.Parameter
 class UpcastStates:
     """Replaces elementwise bf16 states by fp32 ones until :meth:`round`: to nearest, a decay of .999 would be lost."""
 
-    def __init__(self, states: Iterable[tuple[torch.Size, State]]) -> None:
+    def __init__(self, states: Iterable[tuple[torch.Size, rounds.State]]) -> None:
         slots = [(state, key) for shape, state in states for key in floating(state, shape)]
         self._bf16 = [state[key] for state, key in slots]
         self._flat = upcast_flat(self._bf16, self._bf16[0].device) if slots else torch.empty(0)
@@ -336,7 +326,7 @@ class UpcastStates:
         for (state, key), fp32 in zip(slots, self._fp32, strict=True):
             state[key] = fp32
 
-    def round(self, states: Iterable[tuple[torch.Size, State]], seed: Seed) -> None:
+    def round(self, states: Iterable[tuple[torch.Size, rounds.State]], seed: Seed) -> None:
         """Put the bf16 tensors back, stochastically rounded, and round new states, too."""
         if self._fp32:
             copy_each(self._bf16, views_like(rounded_by_place(self._flat, 0, seed_of(*seed, 1)), self._bf16))
@@ -353,15 +343,15 @@ class UpcastStates:
             state[key] = lent[id(value)]
 
 
-def _make_proxies(chunk: WeightChunk, exact: Tensor, members: Sequence[Member]) -> list[nn.Parameter]:
+def _make_proxies(chunk: WeightChunk, exact: Tensor, members: Sequence[rounds.Member]) -> list[nn.Parameter]:
     """Return fp32 proxies with gradients, contiguous as they are, over the exact weights of a chunk."""
     views = dict(zip(chunk.parameters, views_like(exact, chunk.parameters), strict=True))
     upcast = (one.gradient.to(exact.device, torch.float32) for one in members)
     gradients = (one.contiguous() if one.layout is torch.strided else one for one in upcast)
-    return [make_proxy(views[one.parameter], gradient) for one, gradient in zip(members, gradients, strict=True)]
+    return [rounds.make_proxy(views[one.parameter], gradient) for one, gradient in zip(members, gradients, strict=True)]
 
 
-class LeanParameters(StepTakeOver):
+class LeanParameters(rounds.StepTakeOver):
     """Stores floating parameters as bf16 until :meth:`restore`: the same objects, with other memory.
 
     The remainder of a frozen parameter is in host memory. Values that user code writes to a parameter are rounded:
@@ -394,7 +384,9 @@ class LeanParameters(StepTakeOver):
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Step optimizers in fp32 from now on; refuse all if one with bf16 weights cannot step in chunks."""
-        fresh = {optimizer: why_not_steppable(optimizer) for optimizer in optimizers if optimizer not in self._taken}
+        fresh = {
+            optimizer: rounds.why_not_steppable(optimizer) for optimizer in optimizers if optimizer not in self._taken
+        }
         for optimizer, objection in fresh.items():
             if objection is not None and self._has_ours(optimizer):
                 raise ValueError(objection)
@@ -467,7 +459,7 @@ class LeanParameters(StepTakeOver):
         self._places.clear()
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
-        return any(parameter in self._places for parameter in iterate_parameters(optimizer))
+        return any(parameter in self._places for parameter in rounds.iterate_parameters(optimizer))
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         loss = None if closure is None else closure()
@@ -477,8 +469,8 @@ class LeanParameters(StepTakeOver):
         self._has_stepped.add(id(optimizer))
         self.num_steps += 1
         self.check.begin()
-        step_round = StepRound(optimizer, is_on_host=False, contiguous=self._places)
-        by_chunk: dict[WeightChunk | None, list[Member]] = {}
+        step_round = rounds.StepRound(optimizer, is_on_host=False, contiguous=self._places)
+        by_chunk: dict[WeightChunk | None, list[rounds.Member]] = {}
         for member in step_round.take_rest():
             by_chunk.setdefault(self._places.get(member.parameter), []).append(member)
         for chunk, members in by_chunk.items():
@@ -490,7 +482,7 @@ class LeanParameters(StepTakeOver):
         return loss
 
     @torch.no_grad()
-    def _step_chunk(self, step_round: StepRound, chunk: WeightChunk, members: Sequence[Member]) -> None:
+    def _step_chunk(self, step_round: rounds.StepRound, chunk: WeightChunk, members: Sequence[rounds.Member]) -> None:
         exact = chunk.read_for_step()
         before = exact.clone() if self.check.is_counting else None
         states = [dict(member.local_state) for member in members]
@@ -504,7 +496,7 @@ class LeanParameters(StepTakeOver):
         finally:
             upcast.round(shaped, seed)
             for member, state in zip(members, states, strict=True):
-                publish_state(member, state)
+                rounds.publish_state(member, state)
             stepped = None if before is None else exact.clone()
             # As in fp32, a step that fails half-way leaves what it has done.
             chunk.write(exact, seed_of(*seed, 0), {member.parameter for member in members})

@@ -20,17 +20,8 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_vram.core.gradients import apply_clip_factor, clip_factor, clip_sharded_values, join_norms, norm_part
 from lightning_vram.core.tensors.properties import is_shard
+from lightning_vram.optimizers import step_round as rounds
 from lightning_vram.optimizers.low_precision import LowPrecisionMoments
-from lightning_vram.optimizers.step_round import (
-    State,
-    StepRound,
-    StepTakeOver,
-    iterate_parameters,
-    owner_of,
-    refuse_optimizer,
-    steps_like,
-    why_not_steppable,
-)
 from lightning_vram.private_names.ddp import drop_reduced_gradients, prepare_for_backward
 from lightning_vram.private_names.fsdp2 import local_shard
 from lightning_vram.techniques.mixed_precision import note_unscaled, unscale_part
@@ -65,7 +56,7 @@ class OneStep:
     is_measuring: bool = False  # in the backward before the one with the steps
     checks: list[Tensor] = field(default_factory=list)  # of the scaler
     _norms: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)  # of gradients so far
-    _round: StepRound | None = None
+    _round: rounds.StepRound | None = None
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> bool:
@@ -90,7 +81,7 @@ class OneStep:
 
     def norm(self) -> Tensor | None:
         """Return the common norm of all gradients so far, unclipped; ``None`` without any."""
-        found = (self._norms.get(one) for one in iterate_parameters(self.optimizer))
+        found = (self._norms.get(one) for one in rounds.iterate_parameters(self.optimizer))
         norms = [norm for norm in found if norm is not None]
         return join_norms(norms) if norms else None
 
@@ -100,10 +91,10 @@ class OneStep:
 
     def has_gradients(self) -> bool:
         """Whether there are gradients that were not used."""
-        return any(parameter.grad is not None for parameter in iterate_parameters(self.optimizer))
+        return any(parameter.grad is not None for parameter in rounds.iterate_parameters(self.optimizer))
 
     def _run(self, parameter: nn.Parameter) -> bool:
-        self._round = self._round or StepRound(self.optimizer, is_on_host=False)
+        self._round = self._round or rounds.StepRound(self.optimizer, is_on_host=False)
         if not self._round.holds(parameter):
             return False
         if self.is_early:
@@ -128,7 +119,7 @@ class OneStep:
 def _refuse_accumulation(optimizer: Optimizer, *, is_stepped_here: bool) -> None:
     """Refuse an optimizer whose moments cannot accumulate gradients; ``is_stepped_here``: nothing else steps it."""
     name, kind, way_out = f"{NAME}(keep_gradients=False)", type(optimizer).__name__, "or keep_gradients=True."
-    if not steps_like(type(optimizer), [Adam, AdamW]):
+    if not rounds.steps_like(type(optimizer), [Adam, AdamW]):
         raise ValueError(f"{name} is for Adam and AdamW of torch.optim, got {kind}: use one of these, {way_out}")
     if not is_stepped_here:
         raise ValueError(
@@ -141,7 +132,7 @@ def _refuse_accumulation(optimizer: Optimizer, *, is_stepped_here: bool) -> None
 
 
 @torch.no_grad()
-def take_in(parameter: nn.Parameter, state: State, group: dict[str, Any]) -> None:
+def take_in(parameter: nn.Parameter, state: rounds.State, group: dict[str, Any]) -> None:
     """Add the gradient of a parameter to its moments, scaled for the betas of the step that follows, and free it.
 
     The second moment sums squares of micro-batch gradients, where Adam squares their sum: equal for independent
@@ -212,7 +203,7 @@ def _reduce(buckets: ReducedBuckets | None, bucket: Any) -> Any:
     return buckets.reduce(bucket)
 
 
-class BackwardSteps(StepTakeOver):
+class BackwardSteps(rounds.StepTakeOver):
     """Optimizers that step in the backward of their closure, until :meth:`let_go`; under DDP as buckets are reduced.
 
     A backward outside a closure accumulates gradients; what is left is stepped with at the end of the step.
@@ -246,12 +237,12 @@ class BackwardSteps(StepTakeOver):
         """Step these in the backward from now on; refuse all if one cannot."""
         fresh: dict[Optimizer, LowPrecisionMoments | None] = {}  # with what steps its parameters
         for optimizer in optimizers:
-            owner = owner_of(optimizer)
+            owner = rounds.owner_of(optimizer)
             fresh[optimizer] = owner if isinstance(owner, LowPrecisionMoments) else None
-            why = why_not_steppable(optimizer, f"{NAME} cannot step", f"leave {NAME} out")
+            why = rounds.why_not_steppable(optimizer, f"{NAME} cannot step", f"leave {NAME} out")
             if why is not None and fresh[optimizer] is None:
                 raise ValueError(why)
-            refuse_optimizer(optimizer, is_split=any(map(is_shard, iterate_parameters(optimizer))))
+            rounds.refuse_optimizer(optimizer, is_split=any(map(is_shard, rounds.iterate_parameters(optimizer))))
             if not self._keeps_gradients:
                 _refuse_accumulation(optimizer, is_stepped_here=fresh[optimizer] is None)
         for optimizer, moments in fresh.items():
@@ -306,7 +297,7 @@ class BackwardSteps(StepTakeOver):
             return False
         step.is_early = False  # optimizer_step called the closure before the step
         if self._clipping.by_previous:
-            for parameter in iterate_parameters(step.optimizer):
+            for parameter in rounds.iterate_parameters(step.optimizer):
                 if parameter.grad is not None:
                     step.measure(parameter)
         return True
@@ -331,7 +322,7 @@ class BackwardSteps(StepTakeOver):
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
         own = set(self._module.parameters())
-        return any(parameter in own for parameter in iterate_parameters(optimizer))
+        return any(parameter in own for parameter in rounds.iterate_parameters(optimizer))
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         step, loss = self._current, None
@@ -344,7 +335,7 @@ class BackwardSteps(StepTakeOver):
                 self._run(again)
             if closure is not None:
                 loss = closure()
-            for parameter in iterate_parameters(optimizer):
+            for parameter in rounds.iterate_parameters(optimizer):
                 if parameter in self._taken_in and parameter.grad is None and not step.has_run(parameter):
                     parameter.grad = torch.zeros_like(parameter)  # none in the last micro-batch
                 if parameter.grad is not None:
@@ -381,7 +372,7 @@ class BackwardSteps(StepTakeOver):
     def _hook(self, optimizer: Optimizer) -> None:
         if self._may_be_early is None:
             return
-        for parameter in iterate_parameters(optimizer):
+        for parameter in rounds.iterate_parameters(optimizer):
             if parameter.requires_grad and parameter not in self._owners:
                 self._owners[parameter] = optimizer
                 if self._buckets is None or parameter not in self._buckets.parameters:
@@ -399,7 +390,7 @@ class BackwardSteps(StepTakeOver):
 
     def _use(self, step: OneStep, parameter: nn.Parameter) -> None:
         """Step with a gradient, unless the optimizer no longer has the parameter."""
-        if not step.take(parameter) and any(one is parameter for one in iterate_parameters(step.optimizer)):
+        if not step.take(parameter) and any(one is parameter for one in rounds.iterate_parameters(step.optimizer)):
             module = getattr(self._module, "module", self._module)  # of DDP
             names = (name for name, one in module.named_parameters() if one is parameter)
             raise RuntimeError(

@@ -18,18 +18,8 @@ from typing_extensions import override
 
 from lightning_vram.core.tensors.codecs import LowBitTensor, decoded
 from lightning_vram.core.tensors.properties import is_shard
+from lightning_vram.optimizers import step_round as rounds
 from lightning_vram.optimizers.moment_forms import DIVISORS, StateForm
-from lightning_vram.optimizers.step_round import (
-    Member,
-    State,
-    StepRound,
-    iterate_parameters,
-    make_proxy,
-    make_twin,
-    publish_state,
-    steps_like,
-    unhooked_step,
-)
 from lightning_vram.private_names.dispatcher import FakeTensor, current_dispatch_mode
 from lightning_vram.private_names.torch import make_wrapper
 
@@ -140,14 +130,14 @@ class LibraryForm(StateForm):
     def why_not(self, optimizer: Optimizer) -> str | None:
         """Return what it cannot step; ``None``: it can."""
         name, groups, is_ao = type(optimizer).__name__, optimizer.param_groups, self.library == "torchao"
-        parameters = list(iterate_parameters(optimizer))
+        parameters = list(rounds.iterate_parameters(optimizer))
         reasons = {
             f"moments of {self.bits} bits": not is_ao and self.bits != 8,
             f"{name} whose betas a schedule moves, as each value would be compiled": (
                 is_ao and any("max_momentum" in group for group in groups)  # of OneCycleLR and CyclicLR
             ),
             "sharded parameters": any(map(is_shard, parameters)),
-            name: not steps_like(type(optimizer), (Adam, AdamW))
+            name: not rounds.steps_like(type(optimizer), (Adam, AdamW))
             or not (is_ao or all(group.get("decoupled_weight_decay") for group in groups)),
         }
         reasons |= {f"{name}({key}={group[key]!r})": True for group in groups for key in _UNKNOWN if group.get(key)}
@@ -175,7 +165,7 @@ class LibraryForm(StateForm):
         return _map_of(self.library, self.bits, key in DIVISORS)
 
     @torch.no_grad()
-    def step(self, step_round: StepRound, members: Sequence[Member]) -> None:
+    def step(self, step_round: rounds.StepRound, members: Sequence[rounds.Member]) -> None:
         """Step members with moments in this form."""
         step_round.scale(members)
         step = _step_as_torchao if self.library == "torchao" else _step_as_bitsandbytes
@@ -184,10 +174,10 @@ class LibraryForm(StateForm):
             if not state:
                 state = {"step": torch.tensor(0.0)} | {key: self.empty(key, member.shard) for key in _KEYS}
             step(member, state, step_round.settings_of(member.group))
-            publish_state(member, state)
+            rounds.publish_state(member, state)
 
 
-def _step_as_bitsandbytes(member: Member, state: State, settings: dict[str, Any]) -> None:
+def _step_as_bitsandbytes(member: rounds.Member, state: rounds.State, settings: dict[str, Any]) -> None:
     state["step"] += 1
     moments, step = [state[key] for key in _KEYS], int(state["step"])
     tensors = member.gradient.contiguous().view(-1), member.shard.view(-1), *(one.records for one in moments)
@@ -198,17 +188,17 @@ def _step_as_bitsandbytes(member: Member, state: State, settings: dict[str, Any]
     update("adam", *tensors, *betas, eps, step, lr, *maps, *scales, decay)
 
 
-def _step_as_torchao(member: Member, state: State, settings: dict[str, Any]) -> None:
-    proxy = make_proxy(member.shard, member.gradient)
+def _step_as_torchao(member: rounds.Member, state: rounds.State, settings: dict[str, Any]) -> None:
+    proxy = rounds.make_proxy(member.shard, member.gradient)
     group = {**settings, "lr": torch.as_tensor(settings["lr"], dtype=torch.float32), "params": [proxy]}
     kind, attributes = _optimizer_of_torchao(state[_KEYS[0]].bits)
     theirs = state | {key: _as_of_torchao(state[key]) for key in _KEYS}
     attributes = {**attributes, "is_adamw": settings.get("decoupled_weight_decay", True)}
-    twin = make_twin(kind, attributes, [group], {proxy: theirs})
+    twin = rounds.make_twin(kind, attributes, [group], {proxy: theirs})
     # Compiled code refuses to run under a dispatch mode, such as one that counts memory.
     is_watched = current_dispatch_mode() is not None
     with torch.compiler.set_stance("force_eager") if is_watched else nullcontext():
-        unhooked_step(kind)(twin)
+        rounds.unhooked_step(kind)(twin)
 
 
 def _as_of_torchao(moment: MappedTensor) -> Any:
@@ -245,7 +235,7 @@ def why_not_installed(library: Library) -> str | None:
 
 def form_of(library: Library, form: StateForm, optimizer: Optimizer) -> StateForm:
     """Return the form of a library; ``"auto"``: bitsandbytes or torchao, if installed and able; or ours."""
-    is_fake = any(isinstance(parameter, FakeTensor) for parameter in iterate_parameters(optimizer))
+    is_fake = any(isinstance(parameter, FakeTensor) for parameter in rounds.iterate_parameters(optimizer))
     if library == "own" or form.bits == 16 or is_fake:  # estimates have no memory for kernels
         return form
     if library == "auto":

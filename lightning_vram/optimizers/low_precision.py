@@ -20,27 +20,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lightning_vram.core.tensors.codecs import BLOCK_SIZE as ROW
 from lightning_vram.core.tensors.codecs import LowBitTensor, decode_rows, draw_of, encode_rows
 from lightning_vram.core.tensors.properties import flat_as_stored, is_dense, stored_like
+from lightning_vram.optimizers import moment_forms
+from lightning_vram.optimizers import step_round as rounds
 from lightning_vram.optimizers.library_moments import Library, LibraryForm, form_of
-from lightning_vram.optimizers.moment_forms import (
-    LowPrecisionStates,
-    StateForm,
-    UpdateCheck,
-    find_unsupported,
-    first_place,
-    make_seeds,
-    seed_of_moment,
-    upcast_when_stepped,
-)
 from lightning_vram.optimizers.step_loop import bits_of, step_in_parts
-from lightning_vram.optimizers.step_round import (
-    Member,
-    StepRound,
-    StepTakeOver,
-    is_lion,
-    is_ruled,
-    iterate_parameters,
-    steps_like,
-)
 from lightning_vram.private_names.dispatcher import EXACT_DIVISION, FakeTensor, add_to_each, current_dispatch_mode
 
 DEVICES = {"cuda", "xpu"}  # types of devices with compiled rows: on the host our C is faster
@@ -114,11 +97,11 @@ _LION = Rule(("exp_avg",), 4, _number_lion, _step_lion)
 
 def rule_of(optimizer: Optimizer) -> Rule | None:
     """Return how a class of optimizers steps; ``None``: not as a known one."""
-    if steps_like(type(optimizer), [Adam, AdamW]):
+    if rounds.steps_like(type(optimizer), [Adam, AdamW]):
         return _ADAM
-    if steps_like(type(optimizer), [SGD]):
+    if rounds.steps_like(type(optimizer), [SGD]):
         return _SGD
-    return _LION if is_lion(optimizer) else None
+    return _LION if rounds.is_lion(optimizer) else None
 
 
 Codec = tuple[int, bool]  # how a moment is stored: bits, and whether it is positive
@@ -193,15 +176,15 @@ def can_run(device: torch.device) -> bool:
 
 
 @torch.no_grad()
-def step_rows(step_round: StepRound, rule: Rule | None, members: Sequence[Member]) -> list[Member]:
+def step_rows(step_round: rounds.StepRound, rule: Rule | None, members: Sequence[rounds.Member]) -> list[rounds.Member]:
     """Step the members that compiled rows can step, as they are stored; return the others.
 
     Which these are depends on states and settings alone, or a resumed run might round otherwise.
     """
     chosen = [] if rule is None else [one for one in members if _can_step(step_round, rule, one)]
-    stepped: set[Member] = set()
+    stepped: set[rounds.Member] = set()
     # SGD and Lion do not count: it is not their first step.
-    seeds = make_seeds(chosen, [{"step": 1} | one.local_state for one in chosen])
+    seeds = moment_forms.make_seeds(chosen, [{"step": 1} | one.local_state for one in chosen])
     numbers: dict[tuple[int, int], Numbers] = {}  # by group and count
     for member, (count, number) in zip(chosen, seeds, strict=True):
         assert rule is not None
@@ -213,7 +196,7 @@ def step_rows(step_round: StepRound, rule: Rule | None, members: Sequence[Member
         key = member.group, count
         if key not in numbers:
             numbers[key] = _scalars(rule.numbers(step_round.settings_of(member.group), count + 1), torch.float32)
-        seeds_of_moments = [seed_of_moment((count, number), one) for one in rule.keys]
+        seeds_of_moments = [moment_forms.seed_of_moment((count, number), one) for one in rule.keys]
         _step_one(function, member, moments, numbers[key], seeds_of_moments)
         stepped.add(member)
     counters = [one.local_state["step"] for one in stepped if "step" in one.local_state]
@@ -222,7 +205,7 @@ def step_rows(step_round: StepRound, rule: Rule | None, members: Sequence[Member
     return [one for one in members if one not in stepped]
 
 
-def _can_step(step_round: StepRound, rule: Rule, member: Member) -> bool:
+def _can_step(step_round: rounds.StepRound, rule: Rule, member: rounds.Member) -> bool:
     shard, gradient, state = member.shard, member.own_gradient, member.local_state
     is_plain = type(member.parameter) is nn.Parameter and not isinstance(shard, FakeTensor) and can_run(shard.device)
     if not is_plain or type(gradient) is not Tensor or gradient.is_sparse or gradient.dtype != torch.float32:
@@ -231,11 +214,11 @@ def _can_step(step_round: StepRound, rule: Rule, member: Member) -> bool:
     is_whole = is_dense(shard) and shard.dtype == torch.float32 and shard.numel() % ROW == 0 and shard.numel() > ROW
     has_begun = state.keys() == {*rule.keys, *(["step"] if rule is _ADAM else [])}
     has_begun = has_begun and all(isinstance(one, Tensor) for one in state.values())  # SGD's may be None
-    return is_whole and has_begun and is_ruled(step_round.optimizer, step_round.settings_of(member.group))
+    return is_whole and has_begun and rounds.is_ruled(step_round.optimizer, step_round.settings_of(member.group))
 
 
 def _step_one(
-    function: Callable[..., None], member: Member, moments: Moments, numbers: Numbers, seeds: Sequence[int]
+    function: Callable[..., None], member: rounds.Member, moments: Moments, numbers: Numbers, seeds: Sequence[int]
 ) -> None:
     shard = member.shard.detach()
     weights, gradient = (flat_as_stored(one).view(-1, ROW) for one in (shard, stored_like(member.gradient, shard)))
@@ -244,17 +227,21 @@ def _step_one(
         for one in moments
     ]
     for start in range(0, len(weights), SLICE // ROW):
-        place = first_place(member.parameter) + start * ROW
+        place = moment_forms.first_place(member.parameter) + start * ROW
         draws = _scalars([draw_of(place, seed) for seed in seeds], torch.int64)
         part = slice(start, start + SLICE // ROW)
         function(weights[part], gradient[part], [one[part] for one in stored], numbers, *draws)
 
 
-class LowPrecisionMoments(StepTakeOver):
+class LowPrecisionMoments(rounds.StepTakeOver):
     """Optimizers of a module with moments in a form, until :meth:`let_go`; those made in training, too."""
 
     def __init__(
-        self, module: nn.Module, form: StateForm, library: Library = "own", check: UpdateCheck | None = None
+        self,
+        module: nn.Module,
+        form: moment_forms.StateForm,
+        library: Library = "own",
+        check: moment_forms.UpdateCheck | None = None,
     ) -> None:
         self._module, self._form, self._library, self._check = module, form, library, check
         self.unheld: set[nn.Parameter] = set()  # trained parameters whose moments cannot have the form
@@ -263,30 +250,34 @@ class LowPrecisionMoments(StepTakeOver):
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Convert the moments of optimizers, now and after loading; refuse all if one cannot be stepped."""
         fresh = list(filter(self._form.fits, optimizers))
-        parameters, name = set(chain.from_iterable(map(iterate_parameters, fresh))), self._form.part
-        self.unheld = find_unsupported(name, f"leave {name} out", self._form, fresh, parameters)
+        parameters, name = set(chain.from_iterable(map(rounds.iterate_parameters, fresh))), self._form.part
+        self.unheld = moment_forms.find_unsupported(name, f"leave {name} out", self._form, fresh, parameters)
         forms = [form_of(self._library, self._form, optimizer) for optimizer in fresh]
         for optimizer, form in zip(fresh, forms, strict=True):
-            states = LowPrecisionStates(optimizer, form.takes, form, self._check)
+            states = moment_forms.LowPrecisionStates(optimizer, form.takes, form, self._check)
             self._handles += states.begin()
             self._take(optimizer, (states, None if isinstance(form, LibraryForm) else rule_of(optimizer)))
 
     def let_go(self) -> None:
         """Detach the optimizers; their next step upcasts the moments."""
         for optimizer in self.release():
-            upcast_when_stepped(optimizer)
+            moment_forms.upcast_when_stepped(optimizer)
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
         own = set(self._module.parameters())
-        return self._form.fits(optimizer) and any(parameter in own for parameter in iterate_parameters(optimizer))
+        return self._form.fits(optimizer) and any(
+            parameter in own for parameter in rounds.iterate_parameters(optimizer)
+        )
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         loss = None if closure is None else closure()
-        step_round = StepRound(optimizer, is_on_host=False)
+        step_round = rounds.StepRound(optimizer, is_on_host=False)
         self.step_members(optimizer, step_round, step_round.take_rest())
         return loss
 
-    def step_members(self, optimizer: Optimizer, step_round: StepRound, members: Sequence[Member]) -> None:
+    def step_members(
+        self, optimizer: Optimizer, step_round: rounds.StepRound, members: Sequence[rounds.Member]
+    ) -> None:
         """Step a few parameters of an attached optimizer."""
         states, rule = self._taken[optimizer]
         states.adopt(members)

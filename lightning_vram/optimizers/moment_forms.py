@@ -21,21 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_vram.core.tensors import codecs
 from lightning_vram.core.tensors.properties import dense_stride, is_dense, state_stored_like
-from lightning_vram.optimizers.step_round import (
-    STEPPABLE,
-    WHOLE,
-    Member,
-    State,
-    as_sharded,
-    check_state,
-    is_lion,
-    iterate_parameters,
-    local_parts,
-    make_twin,
-    steps_like,
-    unhooked_step,
-    why_not_steppable,
-)
+from lightning_vram.optimizers import step_round as rounds
 from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.fsdp2 import local_shard, place_of_own_shard, stored_shard
 
@@ -68,13 +54,13 @@ class StateForm:
 
     def is_for(self, optimizer: Optimizer) -> bool:
         """Whether the moments of an optimizer can have this form."""
-        if self.bits < 16 and steps_like(type(optimizer), [SGD]):
+        if self.bits < 16 and rounds.steps_like(type(optimizer), [SGD]):
             return any(group["momentum"] for group in optimizer.param_groups)
-        return steps_like(type(optimizer), KINDS) or (self.bits < 16 and is_lion(optimizer))
+        return rounds.steps_like(type(optimizer), KINDS) or (self.bits < 16 and rounds.is_lion(optimizer))
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether they can, and the optimizer can step a few parameters at a time."""
-        return self.is_for(optimizer) and why_not_steppable(optimizer) is None
+        return self.is_for(optimizer) and rounds.why_not_steppable(optimizer) is None
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether moments of a parameter can have this form; others are unchanged."""
@@ -127,7 +113,7 @@ def is_low_precision(value: object) -> bool:
     return isinstance(value, codecs.LowBitTensor) or (isinstance(value, Tensor) and value.dtype == torch.bfloat16)
 
 
-def upcast_state(state: State) -> State:
+def upcast_state(state: rounds.State) -> rounds.State:
     """Return a state with float32 moments."""
     return {
         key: codecs.decoded(value).float() if key in MOMENTS and is_low_precision(value) else value
@@ -136,8 +122,13 @@ def upcast_state(state: State) -> State:
 
 
 def round_state(
-    form: StateForm, state: State, start: int, seed: Seed, stored: State, check: "UpdateCheck | None" = None
-) -> State:
+    form: StateForm,
+    state: rounds.State,
+    start: int,
+    seed: Seed,
+    stored: rounds.State,
+    check: "UpdateCheck | None" = None,
+) -> rounds.State:
     """Return the flat state of a part after a step, rounded into ``stored``; ``check`` counts lost updates."""
     rounded = dict(state)
     for key in (key for key in MOMENTS if key in state):
@@ -163,7 +154,7 @@ def first_place(parameter: nn.Parameter) -> int:
     return int(_first_places[parameter])
 
 
-def make_seeds(members: Sequence[Member], states: Sequence[State]) -> list[Seed]:
+def make_seeds(members: Sequence[rounds.Member], states: Sequence[rounds.State]) -> list[Seed]:
     """Return seeds for a step of members, from their step counts and numbers."""
     steps = [state.get("step", 0) for state in states]
     there = [place for place, step in enumerate(steps) if isinstance(step, Tensor) and step.device.type != "cpu"]
@@ -191,7 +182,7 @@ def find_unsupported(
                 f"{name} is for the moments of {form.able}, got {kind}: use one of these, as torch.optim has it, or "
                 f"{way_out}."
             )
-        trained |= {p: kind for p in iterate_parameters(optimizer) if p.requires_grad and p in parameters}
+        trained |= {p: kind for p in rounds.iterate_parameters(optimizer) if p.requires_grad and p in parameters}
     unheld = {parameter for parameter in trained if not form.holds(parameter)}
     if unheld and len(unheld) == len(trained):
         found, kinds = (" and ".join(sorted(set(one))) for one in (map(_describe, unheld), trained.values()))
@@ -218,9 +209,9 @@ class HeldStates:
     ``names`` returns those to hold back of a parameter and its state.
     """
 
-    def __init__(self, names: Callable[[nn.Parameter, State], Iterable[str]]) -> None:
+    def __init__(self, names: Callable[[nn.Parameter, rounds.State], Iterable[str]]) -> None:
         self._names = names
-        self._states: dict[nn.Parameter, State] = {}
+        self._states: dict[nn.Parameter, rounds.State] = {}
 
     def begin(self, optimizer: Optimizer, after_load: Callable[[Optimizer], None]) -> list[RemovableHandle]:
         """Do so until the returned handles are removed; ``after_load`` takes them in."""
@@ -233,7 +224,7 @@ class HeldStates:
         """Return a ``state_dict`` without them: a pre-hook of ``load_state_dict``."""
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         # load_state_dict compares the numbers
-        parameters = dict(zip(saved, iterate_parameters(optimizer), strict=False))
+        parameters = dict(zip(saved, rounds.iterate_parameters(optimizer), strict=False))
         states, self._states = dict(state_dict["state"]), {}  # there may be some of a load that failed
         for key, state in states.items():
             parameter = parameters.get(key)
@@ -245,7 +236,7 @@ class HeldStates:
                 states[key] = left | {name: state[name] for name in state if name not in names}
         return {**state_dict, "state": states}
 
-    def take(self) -> Iterable[tuple[nn.Parameter, State]]:
+    def take(self) -> Iterable[tuple[nn.Parameter, rounds.State]]:
         """Return what was held back, and forget it."""
         states, self._states = self._states, {}
         return states.items()
@@ -276,25 +267,25 @@ class LowPrecisionStates:
         """Convert the moments that the optimizer has or has loaded, one by one."""
         for parameter, moments in self._held.take():
             optimizer.state[parameter].update(moments)
-        for parameter in filter(self.has, iterate_parameters(optimizer)):
+        for parameter in filter(self.has, rounds.iterate_parameters(optimizer)):
             state = optimizer.state.get(parameter, {})
-            self._convert(parameter, state, local_parts(parameter, state))
+            self._convert(parameter, state, rounds.local_parts(parameter, state))
 
-    def adopt(self, members: Sequence[Member]) -> None:
+    def adopt(self, members: Sequence[rounds.Member]) -> None:
         """Convert moments that user code wrote to the states of members."""
         for member in members:
             if self.has(member.parameter):
                 self._convert(member.parameter, member.state, member.local_state)
 
-    def _convert(self, parameter: nn.Parameter, state: State, local_state: State) -> None:
+    def _convert(self, parameter: nn.Parameter, state: rounds.State, local_state: rounds.State) -> None:
         shard = stored_shard(parameter)
         for key in MOMENTS:
             value = local_state.get(key)
             if value is not None:
-                check_state(self._optimizer, parameter, key, value)
+                rounds.check_state(self._optimizer, parameter, key, value)
                 local_state[key] = self.form.convert(key, value, shard)
                 if local_state[key] is not value:
-                    state[key] = as_sharded(local_state[key], parameter, shard.shape)
+                    state[key] = rounds.as_sharded(local_state[key], parameter, shard.shape)
 
 
 def upcast_when_stepped(optimizer: Optimizer) -> None:
@@ -314,7 +305,7 @@ def _upcast_states(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             state.update(state_stored_like(upcast_state(state), stored_shard(parameter)))
 
 
-_ELEMENTWISE = tuple(kind for kind in STEPPABLE if kind not in WHOLE)
+_ELEMENTWISE = tuple(kind for kind in rounds.STEPPABLE if kind not in rounds.WHOLE)
 
 
 @dataclass(frozen=True)
@@ -346,7 +337,7 @@ class StateLayout:
 
 def is_elementwise(kind: type[Optimizer]) -> bool:
     """Whether a class steps each weight by itself, so that a parameter can be stepped in parts."""
-    return steps_like(kind, _ELEMENTWISE)
+    return rounds.steps_like(kind, _ELEMENTWISE)
 
 
 def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> StateLayout:
@@ -360,12 +351,12 @@ def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
         )
     proxy = nn.Parameter(torch.zeros((2, 3), dtype=dtype, device="cpu"))  # nothing else in a state has this shape
     proxy.grad = torch.zeros_like(proxy)
-    twin = make_twin(kind, vars(optimizer), [{**group, "params": [proxy]}], defaultdict(dict))
+    twin = rounds.make_twin(kind, vars(optimizer), [{**group, "params": [proxy]}], defaultdict(dict))
     if isinstance(optimizer, Adagrad):  # creates its state in __init__
         twin.state[proxy] = {"step": torch.zeros((), device="cpu"), "sum": torch.zeros_like(proxy)}
     with torch.no_grad():
-        unhooked_step(kind)(twin)
-    state: State = twin.state[proxy]
+        rounds.unhooked_step(kind)(twin)
+    state: rounds.State = twin.state[proxy]
     tensors = ((key, value) for key, value in state.items() if isinstance(value, Tensor))
     elementwise = {key: value.dtype for key, value in tensors if value.shape == proxy.shape}
     return StateLayout(tuple(elementwise.items()), tuple(key for key in state if key not in elementwise))

@@ -16,17 +16,9 @@ from torch.optim import Optimizer
 
 from lightning_vram.core.host.disk import DiskFile, bytes_of
 from lightning_vram.core.host.memory import ALIGNMENT_BYTES, OffloadError, cut_parts
+from lightning_vram.optimizers import step_round as rounds
 from lightning_vram.optimizers.moment_forms import StateForm, StateLayout, find_layout, make_seeds
 from lightning_vram.optimizers.step_loop import Part, step_parts
-from lightning_vram.optimizers.step_round import (
-    Member,
-    State,
-    StepRound,
-    as_sharded,
-    check_state,
-    local_parts,
-    publish_state,
-)
 from lightning_vram.private_names.dispatcher import without_dispatch
 from lightning_vram.private_names.fsdp2 import local_shard, stored_shard
 
@@ -40,13 +32,13 @@ class _Stored(NamedTuple):
 
     layout: StateLayout
     positions: list[int]  # in the file, of each state with one number per weight
-    shown: State  # file-backed tensors of the optimizer's state
+    shown: rounds.State  # file-backed tensors of the optimizer's state
 
 
 class _Span(NamedTuple):
     """Some weights of a parameter in a step."""
 
-    member: Member
+    member: rounds.Member
     range: slice  # of its flat weights
     layout: StateLayout
     slots: list[tuple[slice, int]]  # bytes of a buffer, and their position in the file, of each state
@@ -88,33 +80,33 @@ class StreamedStates:
         self._add_parameters()
         for parameter, stored in self._stored.items():
             state = self._optimizer.state.get(parameter, {})
-            local_state = local_parts(parameter, state)
+            local_state = rounds.local_parts(parameter, state)
             for key, shown in stored.shown.items() if _has_begun(state) else ():
                 if state.get(key) is not shown:
-                    check_state(self._optimizer, parameter, key, local_state.get(key))
+                    rounds.check_state(self._optimizer, parameter, key, local_state.get(key))
                     local_shard(shown).copy_(local_state[key])
                     state[key] = shown
 
-    def adopt(self, members: Sequence[Member], wait: Callable[[], None]) -> None:
+    def adopt(self, members: Sequence[rounds.Member], wait: Callable[[], None]) -> None:
         """Add new ``members``, and move states that user code replaced to the disk, once other steps are over."""
         if not all(map(self._is_there, members)):
             wait()
             self.load()
 
     @torch.no_grad()
-    def run(self, step_round: StepRound, members: Sequence[Member]) -> None:
+    def run(self, step_round: rounds.StepRound, members: Sequence[rounds.Member]) -> None:
         """Step ``members``."""
         self._check()
         step_round.scale(members)
-        left: dict[Member, State] = {}  # values per parameter after the step
+        left: dict[rounds.Member, rounds.State] = {}  # values per parameter after the step
         self._stream(self._cut(members), lambda spans, buffer: left.update(_step(step_round, spans, buffer)))
         for member in members:
             is_first = not _has_begun(member.local_state)
-            publish_state(member, left[member])
+            rounds.publish_state(member, left[member])
             if is_first:
                 member.state.update(self._stored[member.parameter].shown)
 
-    def _cut(self, members: Iterable[Member]) -> list[list[_Span]]:
+    def _cut(self, members: Iterable[rounds.Member]) -> list[list[_Span]]:
         """Cut a step into parts of large parameters, and several small ones, that fit into a buffer."""
         chunks: list[list[_Span]] = []
         num_free, end = -1, 0
@@ -197,10 +189,10 @@ class StreamedStates:
         for parameter, (layout, positions) in fresh.items():
             shape = stored_shard(parameter).shape
             views = _show(pages, layout, positions, shape.numel())
-            shown = {key: as_sharded(view.view(shape), parameter, shape) for key, view in views.items()}
+            shown = {key: rounds.as_sharded(view.view(shape), parameter, shape) for key, view in views.items()}
             self._stored[parameter] = _Stored(layout, positions, shown)
 
-    def _is_there(self, member: Member) -> bool:
+    def _is_there(self, member: rounds.Member) -> bool:
         stored = self._stored.get(member.parameter)
         if stored is None:
             return member.parameter not in self._wanted
@@ -237,7 +229,7 @@ def _close(threads: ThreadPoolExecutor, file: DiskFile) -> None:
     file.close()
 
 
-def _step(step_round: StepRound, spans: Sequence[_Span], buffer: Tensor) -> dict[Member, State]:
+def _step(step_round: rounds.StepRound, spans: Sequence[_Span], buffer: Tensor) -> dict[rounds.Member, rounds.State]:
     """Step what is in a buffer; return the values that parameters have once."""
     slots, members = [span.cut(buffer) for span in spans], [span.member for span in spans]
     seeds = make_seeds(members, [member.local_state for member in members])
@@ -249,12 +241,12 @@ def _step(step_round: StepRound, spans: Sequence[_Span], buffer: Tensor) -> dict
     return {part.member: _keep_states(part, slot) for part, slot in zip(parts, slots, strict=True)}
 
 
-def _has_begun(state: State) -> bool:
+def _has_begun(state: rounds.State) -> bool:
     """Whether there is a state: the momentum buffer of SGD may be ``None``."""
     return any(value is not None for value in state.values())
 
 
-def _stored_part(state: State, slots: dict[str, Tensor]) -> State:
+def _stored_part(state: rounds.State, slots: dict[str, Tensor]) -> rounds.State:
     """Return the states of a part; a step that fails must not change what there is once, such as the step count."""
     scalars = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
     counts = {key: value for key, value in state.items() if isinstance(value, Tensor) and not value.dim()}
@@ -262,7 +254,7 @@ def _stored_part(state: State, slots: dict[str, Tensor]) -> State:
     return scalars | copied | slots if _has_begun(state) else {}
 
 
-def _keep_states(part: Part, slots: Mapping[str, Tensor]) -> State:
+def _keep_states(part: Part, slots: Mapping[str, Tensor]) -> rounds.State:
     """Copy the states of a stepped part to its slots; return its other values."""
     states = part.stored | part.state
     for key in {**slots, **states}:

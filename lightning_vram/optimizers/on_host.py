@@ -19,22 +19,10 @@ from lightning_vram.core.host.transfers import HostWorker, Ticket
 from lightning_vram.core.patching import MethodPatch, replace_by
 from lightning_vram.core.tensors.properties import state_stored_like
 from lightning_vram.memory.tracking.tracker import forget_optimizer_tensors, register_optimizer_tensors
+from lightning_vram.optimizers import step_round as rounds
 from lightning_vram.optimizers.moment_forms import LowPrecisionStates, StateForm, find_unsupported, upcast_when_stepped
 from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.step_loop import step_flat_shards, step_in_parts
-from lightning_vram.optimizers.step_round import (
-    KnownStates,
-    Member,
-    StepRound,
-    StepTakeOver,
-    WholeSteps,
-    can_step_wholes,
-    iterate_parameters,
-    list_tensors,
-    refuse_optimizer,
-    scale_gradients,
-    why_not_steppable,
-)
 from lightning_vram.private_names.fsdp2 import calls_derived_dispatch, local_shard
 from lightning_vram.private_names.torch import step_pre_hooks
 from lightning_vram.techniques.sharding import FullSharding, ShardedGroup, fp32_part, low_precision_of
@@ -71,14 +59,14 @@ class StoredStates:
             handles += self._low_precision.begin()  # its hook runs before that of the disk
         return handles
 
-    def adopt(self, members: Sequence[Member], wait: Callable[[], None]) -> None:
+    def adopt(self, members: Sequence[rounds.Member], wait: Callable[[], None]) -> None:
         """Adopt what user code wrote to states of a group, once other steps are over."""
         if self._streamed is not None:
             self._streamed.adopt(members, wait)
         if self._low_precision is not None:
             self._low_precision.adopt(members)
 
-    def step(self, step_round: StepRound, group: ShardedGroup, members: Sequence[Member]) -> None:
+    def step(self, step_round: rounds.StepRound, group: ShardedGroup, members: Sequence[rounds.Member]) -> None:
         """Step members of one group: with states from disk, in parts, or at once."""
         for flat_shard in group.flat_shards:
             flat_shard.wait_for_copies()  # of a forward without gradients, after the backward
@@ -108,7 +96,7 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.
             optimizer.state[other] = state_stored_like(local, local_shard(other))
 
 
-class HostOptimizers(StepTakeOver):
+class HostOptimizers(rounds.StepTakeOver):
     """All optimizers of one sharded module. They stay the same objects.
 
     The next forward waits for a step layer by layer, all other code for the tensors that it reads. If nothing changes
@@ -137,13 +125,13 @@ class HostOptimizers(StepTakeOver):
         self._attached: list[Optimizer] = []
         self._patches: list[MethodPatch] = []  # of the steps of unknown classes
         self._early: Optimizer | None = None  # in the closure of its step
-        self._round: StepRound | None = None  # begun in the backward
+        self._round: rounds.StepRound | None = None  # begun in the backward
         self._early_lock = threading.Lock()  # gradients on the device land in another thread
         self._submitted: list[tuple[bool, ShardedGroup, Ticket]] = []  # of the step; whether a forward ignores them
         self._nvme_path, self._form, self._is_form_everywhere = nvme_path, form, is_form_everywhere
         self.unheld: set[nn.Parameter] = set()  # trained parameters whose moments cannot have the form
-        self._known: dict[Optimizer, KnownStates] = {}
-        self._fresh: list[Member] = []  # of the step, without states
+        self._known: dict[Optimizer, rounds.KnownStates] = {}
+        self._fresh: list[rounds.Member] = []  # of the step, without states
         self._stateless: set[nn.Parameter] = set()  # without states after a step, as of SGD
         self._factors: dict[Optimizer, Tensor] = {}  # of pending gradient scaling
         sharding.on_landed = self._landed
@@ -155,7 +143,7 @@ class HostOptimizers(StepTakeOver):
             replace_parameters(optimizer, self._sharding.shards)
         fresh = [one for one in optimizers if self._has_ours(one) and one not in self._attached]
         for optimizer in fresh:
-            refuse_optimizer(optimizer, is_split=self._is_split)
+            rounds.refuse_optimizer(optimizer, is_split=self._is_split)
         on_host = [parameter for parameter, group in self._groups.items() if group.landing is not None]
         others = [parameter for parameter, group in self._groups.items() if group.landing is None]
         on_device = others if self._is_form_everywhere else None
@@ -171,7 +159,7 @@ class HostOptimizers(StepTakeOver):
                 optimizer.register_state_dict_pre_hook(lambda *_: self.finish()),
                 optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish()),
             ]
-            if why_not_steppable(optimizer) is None:
+            if rounds.why_not_steppable(optimizer) is None:
                 self._handles += states.begin(optimizer)
                 self._take(optimizer, states)
             else:
@@ -188,7 +176,7 @@ class HostOptimizers(StepTakeOver):
 
     def _attach_foreign(self, optimizer: Optimizer) -> None:
         """Step an optimizer of an unknown class synchronously, on whole tensors if possible."""
-        is_whole = not self._is_split and can_step_wholes(optimizer)
+        is_whole = not self._is_split and rounds.can_step_wholes(optimizer)
         tensors = "whole tensors" if is_whole else "sharded tensors, which may raise errors of DTensor"
         warnings.warn(
             f"{type(optimizer).__name__} is not one of torch.optim's elementwise optimizers, such as AdamW: it steps "
@@ -200,13 +188,13 @@ class HostOptimizers(StepTakeOver):
             optimizer.register_step_post_hook(self._written),
         ]
         if is_whole:
-            whole = WholeSteps(optimizer, partial(self._written, optimizer))
+            whole = rounds.WholeSteps(optimizer, partial(self._written, optimizer))
             step = Optimizer.profile_hook_step(lambda optimizer, closure=None: whole.step(closure))
             self._patches.append(MethodPatch(optimizer, "step", replace_by(partial(step, optimizer))))
 
     def clip_norm(self, optimizer: Optimizer, max_norm: float, *, may_wait: bool) -> None:
         """Clip gradients to a common 2-norm; ``may_wait``: in the step, which comes next. A collective."""
-        parameters = [parameter for parameter in iterate_parameters(optimizer) if parameter.grad is not None]
+        parameters = [parameter for parameter in rounds.iterate_parameters(optimizer) if parameter.grad is not None]
         has_16_bits = any(low_precision_of(parameter.grad) is not None for parameter in parameters)
         norm = self._compute(lambda: sharded_norm(parameters, *([fp32_part] if has_16_bits else [])))
         if self._worker is not None:
@@ -216,7 +204,7 @@ class HostOptimizers(StepTakeOver):
             self._factors[optimizer] = factor
         else:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            self._compute(lambda: scale_gradients(gradients, factor))
+            self._compute(lambda: rounds.scale_gradients(gradients, factor))
 
     def finish(self) -> None:
         """Wait until all steps are over, and raise their errors."""
@@ -262,9 +250,9 @@ class HostOptimizers(StepTakeOver):
             self._stateless.update(member.parameter for member in fresh if not member.state)
         return loss
 
-    def _begin_round(self, optimizer: Optimizer, factor: Tensor | None = None) -> StepRound:
+    def _begin_round(self, optimizer: Optimizer, factor: Tensor | None = None) -> rounds.StepRound:
         known = self._known.setdefault(optimizer, {})
-        return StepRound(optimizer, is_on_host=self._sharding.home.type == "cpu", factor=factor, known=known)
+        return rounds.StepRound(optimizer, is_on_host=self._sharding.home.type == "cpu", factor=factor, known=known)
 
     def arrange_by_forward(self) -> None:
         """Order jobs as the next forward needs them: first layers first, averages last."""
@@ -284,7 +272,7 @@ class HostOptimizers(StepTakeOver):
             if group.landing is not None:  # otherwise this is another thread
                 self.arrange_by_forward()
 
-    def _submit(self, step_round: StepRound, group: ShardedGroup, parameters: Iterable[nn.Parameter]) -> None:
+    def _submit(self, step_round: rounds.StepRound, group: ShardedGroup, parameters: Iterable[nn.Parameter]) -> None:
         group.steps.wait()
         members = step_round.take(parameters)
         if not members:
@@ -293,7 +281,7 @@ class HostOptimizers(StepTakeOver):
         states = self._taken[step_round.optimizer]
         states.adopt(members, self._worker.drain if self._worker is not None else self.finish)
         self._fresh += [one for one in members if not one.state and one.parameter not in self._stateless]
-        self.work_beside(partial(states.step, step_round, group, members), group, list_tensors(members))
+        self.work_beside(partial(states.step, step_round, group, members), group, rounds.list_tensors(members))
 
     def work_beside(
         self, job: Callable[[], None], group: ShardedGroup, watched: Iterable[Tensor], *, is_reader: bool = False
@@ -326,15 +314,15 @@ class HostOptimizers(StepTakeOver):
 
     def _reshard(self, optimizer: Optimizer, *unused: Any) -> None:
         """Reshard, with what was written to gathered parameters, before a step."""
-        for group in {self._groups[p] for p in iterate_parameters(optimizer) if p in self._groups}:
+        for group in {self._groups[p] for p in rounds.iterate_parameters(optimizer) if p in self._groups}:
             group.forget_whole()
 
     def _written(self, optimizer: Optimizer, *unused: Any) -> None:
-        for group in {self._groups[p] for p in iterate_parameters(optimizer) if p in self._groups}:
+        for group in {self._groups[p] for p in rounds.iterate_parameters(optimizer) if p in self._groups}:
             group.forget_whole()
             for flat_shard in group.flat_shards:
                 flat_shard.refresh()
         self._sharding.gather_root()
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
-        return any(parameter in self._groups for parameter in iterate_parameters(optimizer))
+        return any(parameter in self._groups for parameter in rounds.iterate_parameters(optimizer))

@@ -18,28 +18,8 @@ from lightning_vram.core.host.memory import PART_ELEMENTS, SplitWeights, cut_par
 from lightning_vram.core.tensors.codecs import BLOCK_SIZE, LowBitTensor, draw_of
 from lightning_vram.core.tensors.native_codecs import LANES, AdamWStep, is_codable, native_step
 from lightning_vram.core.tensors.properties import flat_as_stored, stored_like
-from lightning_vram.optimizers.moment_forms import (
-    MOMENTS,
-    LowPrecisionStates,
-    Seed,
-    StateForm,
-    UpdateCheck,
-    first_place,
-    is_elementwise,
-    make_seeds,
-    round_state,
-    seed_of_moment,
-    upcast_state,
-)
-from lightning_vram.optimizers.step_round import (
-    Member,
-    State,
-    StepRound,
-    is_ruled,
-    make_proxy,
-    publish_state,
-    steps_like,
-)
+from lightning_vram.optimizers import moment_forms
+from lightning_vram.optimizers import step_round as rounds
 from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.fsdp2 import own_shard_of
 from lightning_vram.techniques.sharding import FlatShard, fp32_part, low_precision_of, low_precision_part, upcast
@@ -52,14 +32,14 @@ _ON_DEVICE = 2**22  # weights in a part on the device: few kernels, 64 MiB
 class Part:
     """Some weights of a parameter in a step, flat."""
 
-    member: Member
+    member: rounds.Member
     range: slice  # in the flat shard
-    stored: State  # as stored: flat tensors, and copies of values per parameter; empty before the first step
-    form: StateForm | None  # of stored moments
-    seed: Seed = (0, 0)
+    stored: rounds.State  # as stored: flat tensors, and copies of values per parameter; empty before the first step
+    form: moment_forms.StateForm | None  # of stored moments
+    seed: moment_forms.Seed = (0, 0)
     split: SplitWeights | None = None  # which has the weights
     split_range: tuple[int, int] = (0, 0)
-    state: State = field(default_factory=dict)  # after the step, as it is to be stored
+    state: rounds.State = field(default_factory=dict)  # after the step, as it is to be stored
 
     @property
     def size(self) -> int:
@@ -69,7 +49,7 @@ class Part:
     @property
     def place(self) -> int:
         """The place of the first weight in the unsharded parameter."""
-        return first_place(self.member.parameter) + int(self.range.start)
+        return moment_forms.first_place(self.member.parameter) + int(self.range.start)
 
     def read(self) -> Tensor:
         """Return float32 weights, to be changed in place and given to :meth:`write`; the end may be padding."""
@@ -84,23 +64,25 @@ class Part:
 
 
 @torch.no_grad()
-def step_parts(step_round: StepRound, parts: Sequence[Part], check: UpdateCheck | None = None) -> None:
+def step_parts(
+    step_round: rounds.StepRound, parts: Sequence[Part], check: moment_forms.UpdateCheck | None = None
+) -> None:
     """Step parts; ``check`` counts lost updates."""
     is_counting = check is not None and check.is_counting  # needs float32 moments
     left = [part for part in parts if is_counting or not _step_natively(step_round, part)]
     weights = [part.read() for part in left]
-    proxies = [make_proxy(one[: part.size], cut_gradient(part)) for one, part in zip(weights, left, strict=True)]
+    proxies = [rounds.make_proxy(one[: part.size], cut_gradient(part)) for one, part in zip(weights, left, strict=True)]
     for part in left:
-        part.state = dict(part.stored) if part.form is None else upcast_state(part.stored)
+        part.state = dict(part.stored) if part.form is None else moment_forms.upcast_state(part.stored)
     if left:
         step_round.step_proxies([part.member.group for part in left], proxies, [part.state for part in left])
     for part, stepped in zip(left, weights, strict=True):
         part.write(stepped)
         if part.form is not None:
-            part.state = round_state(part.form, part.state, part.place, part.seed, part.stored, check)
+            part.state = moment_forms.round_state(part.form, part.state, part.place, part.seed, part.stored, check)
 
 
-def _step_natively(step_round: StepRound, part: Part) -> bool:
+def _step_natively(step_round: rounds.StepRound, part: Part) -> bool:
     """Step a part as it is stored, if compiled code can."""
     native = native_step(3 * part.size)
     step = None if native is None else _adamw_step(step_round, part)
@@ -109,7 +91,7 @@ def _step_natively(step_round: StepRound, part: Part) -> bool:
     moments = [part.stored[key] for key in ADAMW_STATE[1:]]
     memories = [moment.records if isinstance(moment, LowBitTensor) else moment for moment in moments]
     bits, is_whole = bits_of(moments[0]), all(map(_is_codable_moment, moments))
-    first, second = (draw_of(part.place, seed_of_moment(part.seed, key)) for key in ADAMW_STATE[1:])
+    first, second = (draw_of(part.place, moment_forms.seed_of_moment(part.seed, key)) for key in ADAMW_STATE[1:])
     if part.split is None:
         weights, gradient = part.read(), cut_gradient(part)
         if not is_whole or gradient.dtype != torch.float32 or not is_codable(weights, gradient, *memories):
@@ -130,14 +112,14 @@ def _step_natively(step_round: StepRound, part: Part) -> bool:
     return True
 
 
-def _adamw_step(step_round: StepRound, part: Part) -> AdamWStep | None:
+def _adamw_step(step_round: rounds.StepRound, part: Part) -> AdamWStep | None:
     """Return the step of a part if it is one of fused AdamW on the host, but not the first; ``None``: another rule."""
     step, optimizer = part.stored.get("step"), step_round.optimizer
     if set(part.stored) != set(ADAMW_STATE) or type(step) is not Tensor or step.device.type != "cpu":
         return None
     settings = step_round.settings_of(part.member.group)
-    is_fused = settings.get("fused") and not settings.get("maximize") and is_ruled(optimizer, settings)
-    if not is_fused or not steps_like(type(optimizer), (Adam, AdamW)):
+    is_fused = settings.get("fused") and not settings.get("maximize") and rounds.is_ruled(optimizer, settings)
+    if not is_fused or not rounds.steps_like(type(optimizer), (Adam, AdamW)):
         return None
     numbers = settings["lr"], *settings["betas"], settings["eps"], settings["weight_decay"]
     lr, first, second, eps, decay = map(float, numbers)
@@ -166,10 +148,10 @@ def cut_gradient(part: Part) -> Tensor:
 
 
 def _cut(
-    step_round: StepRound,
-    states: LowPrecisionStates | None,
-    member: Member,
-    seed: Seed,
+    step_round: rounds.StepRound,
+    states: moment_forms.LowPrecisionStates | None,
+    member: rounds.Member,
+    seed: moment_forms.Seed,
     split: SplitWeights | None,
     place: int,
 ) -> Iterator[Part]:
@@ -197,7 +179,7 @@ def _cut(
     yield from map(make, parts[:1] if isinstance(shard, FakeTensor) else parts)  # of an estimate: no part needs more
 
 
-def _most_elements(member: Member) -> int:
+def _most_elements(member: rounds.Member) -> int:
     return PART_ELEMENTS if member.shard.device.type == "cpu" else _ON_DEVICE
 
 
@@ -210,7 +192,7 @@ def _cut_state(value: Any, shard: Tensor, part: slice) -> Any:
     return value.cut(part.start, part.stop) if isinstance(value, LowBitTensor) else flat_as_stored(value)[part]
 
 
-def _save(part: Part, fresh: State) -> None:
+def _save(part: Part, fresh: rounds.State) -> None:
     """Store the stepped states of a part; ``fresh``: new ones of its parameter, to be published after all parts."""
     shard = part.member.shard
     for key, value in part.state.items():
@@ -219,7 +201,7 @@ def _save(part: Part, fresh: State) -> None:
         elif value is not part.stored.get(key):  # otherwise written in place
             whole = fresh.get(key, part.member.local_state.get(key))
             if not isinstance(whole, Tensor) or whole.shape != shard.shape:
-                if part.form is not None and key in MOMENTS:
+                if part.form is not None and key in moment_forms.MOMENTS:
                     whole = part.form.empty(key, shard)
                 else:
                     whole = torch.empty_like(shard, dtype=value.dtype, device=value.device, requires_grad=False)
@@ -227,7 +209,9 @@ def _save(part: Part, fresh: State) -> None:
             _cut_state(whole, shard, part.range).copy_(value)
 
 
-def step_in_parts(step_round: StepRound, states: LowPrecisionStates, members: Sequence[Member]) -> None:
+def step_in_parts(
+    step_round: rounds.StepRound, states: moment_forms.LowPrecisionStates, members: Sequence[rounds.Member]
+) -> None:
     """Step members with low-precision moments, some parts at a time."""
     for device in dict.fromkeys(member.shard.device for member in members):
         _step_all(step_round, states, [(one, None, 0) for one in members if one.shard.device == device])
@@ -248,44 +232,48 @@ def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 @torch.no_grad()
 def _step_all(
-    step_round: StepRound, states: LowPrecisionStates | None, targets: Sequence[tuple[Member, SplitWeights | None, int]]
+    step_round: rounds.StepRound,
+    states: moment_forms.LowPrecisionStates | None,
+    targets: Sequence[tuple[rounds.Member, SplitWeights | None, int]],
 ) -> None:
     """Step members, with split weights, if there are any, and their place there."""
     given, splits, places = zip(*targets, strict=True)
     is_wide = [low_precision_of(one.own_gradient) is None for one in given]
-    members: list[Member] = [
+    members: list[rounds.Member] = [
         replace(one, gradient=stored_like(one.gradient, one.shard)) if wide else one
         for one, wide in zip(given, is_wide, strict=True)
     ]
     step_round.scale(members)
-    seeds = make_seeds(members, [member.local_state for member in members])
-    fresh: dict[Member, State] = {member: {} for member in members}
+    seeds = moment_forms.make_seeds(members, [member.local_state for member in members])
+    fresh: dict[rounds.Member, rounds.State] = {member: {} for member in members}
     cuts = map(partial(_cut, step_round, states), members, seeds, splits, places)
     for batch in _batches(chain.from_iterable(cuts)):
         step_parts(step_round, batch, None if states is None else states.check)
         for part in batch:
             _save(part, fresh[part.member])
     for member, state in fresh.items():
-        publish_state(member, state)
+        rounds.publish_state(member, state)
 
 
 def step_flat_shards(
-    step_round: StepRound,
-    states: LowPrecisionStates | None,
+    step_round: rounds.StepRound,
+    states: moment_forms.LowPrecisionStates | None,
     flat_shards: Sequence[FlatShard],
-    members: Sequence[Member],
+    members: Sequence[rounds.Member],
     *,
     is_whole: bool,
-) -> list[Member]:
+) -> list[rounds.Member]:
     """Step members that can be stepped in parts (none if ``is_whole``); join the shards of the rest, and return it."""
-    left: list[Member] = []
+    left: list[rounds.Member] = []
     for flat_shard in flat_shards:
         places = {parameter.sharded_param: place for place, parameter in enumerate(flat_shard.parameters)}
         ours = [member for member in members if member.parameter in places]
         if not ours:
             continue
         values = (value for one in ours for value in one.local_state.values() if isinstance(value, Tensor))
-        can_part = is_elementwise(type(step_round.optimizer)) and all(value.is_contiguous() for value in values)
+        can_part = moment_forms.is_elementwise(type(step_round.optimizer)) and all(
+            value.is_contiguous() for value in values
+        )
         if flat_shard.shards is None and not is_whole and can_part:
             _step_all(step_round, states, [(one, flat_shard.split, places[one.parameter]) for one in ours])
         else:

@@ -20,16 +20,7 @@ from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.workspaces import workspaces_of
 from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline
 from lightning_vram.memory.units import KIB, format_argument, format_bytes, parse_bytes, parse_limit
-from lightning_vram.planner.scheme import (
-    LEVELS,
-    Exactness,
-    Found,
-    Measured,
-    Scheme,
-    Workload,
-    find_measured,
-    with_margin,
-)
+from lightning_vram.planner import scheme as schemes
 from lightning_vram.planner.search import has_plain_strategy, may_be_guarded, mode_of, remedies_for, search
 
 HOST = "cpu"
@@ -50,8 +41,8 @@ class TracedSteps:
     num_local_ranks: int = 1
     guards: Sequence[Callback] = ()  # repeat a step after OOM; added if all parts allow it
     is_late: Callable[[], bool] = lambda: False
-    tried: list[Measured] = field(default_factory=list)  # in order
-    left_out: list[Scheme] = field(default_factory=list)  # were too late
+    tried: list[schemes.Measured] = field(default_factory=list)  # in order
+    left_out: list[schemes.Scheme] = field(default_factory=list)  # were too late
 
     @property
     def may_choose_strategy(self) -> bool:
@@ -59,19 +50,19 @@ class TracedSteps:
         return self.run.card is not None and has_plain_strategy(self.run.trainer_arguments)
 
     def search(
-        self, level: Exactness, budget_bytes: int, *, host_bytes: int | None = None, has_strategies: bool = True
-    ) -> Found:
+        self, level: schemes.Exactness, budget_bytes: int, *, host_bytes: int | None = None, has_strategies: bool = True
+    ) -> schemes.Found:
         """Find the fastest scheme that fits: the one place that answers what would make a run fit."""
         own, card = self.run.trainer_arguments, self.run.card
         limits = {"has_strategies": has_strategies, "knows_host": host_bytes is not None}
         remedies = remedies_for(own, level, on_card=card is not None, module=self.module, **limits)
         transfer_bytes_per_s = 0.0 if card is None else bus_bytes_per_s(card) * _FORWARD_SHARE
-        workload = Workload(budget_bytes, batch_size_of(self.batch) or 0, transfer_bytes_per_s, host_bytes)
+        workload = schemes.Workload(budget_bytes, batch_size_of(self.batch) or 0, transfer_bytes_per_s, host_bytes)
         return search(self, workload, remedies)
 
-    def __call__(self, scheme: Scheme) -> Measured | None:
+    def __call__(self, scheme: schemes.Scheme) -> schemes.Measured | None:
         """Trace one; ``None`` if a feature refuses this run, or it is late."""
-        known = find_measured(scheme, self.tried)
+        known = schemes.find_measured(scheme, self.tried)
         if known is not None:
             return known
         if scheme.parts and self.is_late():
@@ -89,7 +80,7 @@ class TracedSteps:
                 raise
             return None
         num_bytes = needed_bytes(traced, None if self.run.card is None else workspaces_of(self.run.card))
-        measured = Measured(
+        measured = schemes.Measured(
             scheme,
             num_bytes + (_UNSEEN_BYTES + int(_UNSEEN_SHARE * num_bytes) if scheme.parts else 0),
             traced.stage(STEP).peak_of(Category.ACTIVATIONS),
@@ -116,7 +107,12 @@ SMALLER_BATCH = "a smaller batch with accumulate_grad_batches"
 
 
 def describe_minimum(
-    least: Measured, workload: Workload, level: Exactness, device_bytes: int | None, *, may_choose_strategy: bool
+    least: schemes.Measured,
+    workload: schemes.Workload,
+    level: schemes.Exactness,
+    device_bytes: int | None,
+    *,
+    may_choose_strategy: bool,
 ) -> str:
     """Say that nothing fits, the minimum of the search, and what helps: a larger budget only on a larger device.
 
@@ -127,7 +123,7 @@ def describe_minimum(
         needed, limit = least.host_bytes, f"{format_bytes(workload.host_bytes or 0)} of host memory"
         place = f", in addition to {format_bytes(margin_bytes(needed))} that must stay free"
         helps = [
-            f"host_memory='{format_argument(with_margin(needed), round_up=True)}'",
+            f"host_memory='{format_argument(schemes.with_margin(needed), round_up=True)}'",
             "FSDPOffloadStrategy(nvme_path='/a/fast/disk'), which keeps optimizer state on disk",
         ]
     else:
@@ -139,7 +135,7 @@ def describe_minimum(
             helps.append("strategy='fsdp_offload'")
         if num_bytes - least.activation_bytes <= budget_bytes:
             helps.append(SMALLER_BATCH)
-    names = [repr(name) for name, other in LEVELS.items() if other > level]
+    names = [repr(name) for name, other in schemes.LEVELS.items() if other > level]
     helps += [f"perhaps allow={' or '.join(names)}"] if names else []
     text = f"{', '.join(helps[:-1])}, or {helps[-1]}" if len(helps) > 1 else helps[0]
     minimum = f"The minimum found is {format_bytes(needed)}, with {least.scheme}{place}."
@@ -154,7 +150,7 @@ class PlanError(ValueError):
         least: The configuration that comes nearest.
     """
 
-    def __init__(self, message: str, least: Measured) -> None:
+    def __init__(self, message: str, least: schemes.Measured) -> None:
         super().__init__(message)
         self.least = least
 
@@ -177,11 +173,11 @@ class MemoryPlan:
 
     device: DeviceSpec
     budget_bytes: int
-    found: Found
+    found: schemes.Found
     own: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def best(self) -> Measured:
+    def best(self) -> schemes.Measured:
         """The chosen configuration with its memory and time."""
         assert self.found.best is not None  # else there is no plan
         return self.found.best
@@ -276,8 +272,8 @@ def plan_memory(  # noqa: PLR0913 - by name
     check_positive_int("plan_memory(num_nodes)", num_nodes)
     host_bytes = None if host_memory is None else parse_limit(host_memory, "plan_memory(host_memory)")
     spec, own = spec_of(device), dict(trainer or {})
-    check_choice("plan_memory(allow)", allow, LEVELS)
-    level = LEVELS[allow]
+    check_choice("plan_memory(allow)", allow, schemes.LEVELS)
+    level = schemes.LEVELS[allow]
     budget_bytes = budget_bytes_of("plan_memory(budget)", budget, spec)
     run = FitRun(
         own,
@@ -290,7 +286,7 @@ def plan_memory(  # noqa: PLR0913 - by name
     steps = TracedSteps(module, batch, run, on_progress, num_local_ranks=devices)
     found = steps.search(level, budget_bytes, host_bytes=host_bytes)
     if found.best is None:
-        workload = Workload(budget_bytes, host_bytes=host_bytes)
+        workload = schemes.Workload(budget_bytes, host_bytes=host_bytes)
         least = found.least_of(workload)
         may_choose = steps.may_choose_strategy
         message = describe_minimum(least, workload, level, spec.memory_bytes, may_choose_strategy=may_choose)

@@ -17,24 +17,16 @@ from torch import nn
 
 from lightning_vram.estimation.fake_trainer import as_list
 from lightning_vram.memory.units import MIB, format_argument, parse_bytes
-from lightning_vram.planner.scheme import (
-    Exactness,
-    Found,
-    Measure,
-    Measured,
-    Part,
-    Place,
-    Scheme,
-    Workload,
-    find_measured,
-)
+from lightning_vram.planner import scheme as schemes
 from lightning_vram.private_names.torch import is_compiled_by_lightning
 
-EXACT, LOSSLESS, ANY = Exactness
+EXACT, LOSSLESS, ANY = schemes.Exactness
 
 
-def _part(name: str, note: str, exactness: Exactness = EXACT, place: Place = "callbacks", **init_args: Any) -> Part:
-    return Part(f"lightning_vram.{name}", init_args, place, exactness, note)
+def _part(
+    name: str, note: str, exactness: schemes.Exactness = EXACT, place: schemes.Place = "callbacks", **init_args: Any
+) -> schemes.Part:
+    return schemes.Part(f"lightning_vram.{name}", init_args, place, exactness, note)
 
 
 EARLY_RELEASE = _part("EarlyRelease", "frees gradients before the next forward, not after it")
@@ -67,19 +59,19 @@ _FORMATS = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 class Remedies:
     """Features to try."""
 
-    states: tuple[Scheme, ...]  # the first one is empty; parts that a run refuses are left out of later ones
-    singles: tuple[Part, ...] = ()  # for activations, without a number to choose
+    states: tuple[schemes.Scheme, ...]  # the first one is empty; parts that a run refuses are left out of later ones
+    singles: tuple[schemes.Part, ...] = ()  # for activations, without a number to choose
     checkpoints: bool = True  # activation checkpointing
     budgets: bool = True  # of bytes for checkpointed layers: refused where they are compiled
     offloads: bool = False  # saved activations of checkpointed layers may go to the host
     cuts: bool = False  # micro-batches
     tiles: bool = False  # MLPs in tiles of tokens
-    free: tuple[Part, ...] = ()  # take no time
+    free: tuple[schemes.Part, ...] = ()  # take no time
 
 
 def remedies_for(
     own: Mapping[str, Any],
-    level: Exactness,
+    level: schemes.Exactness,
     *,
     on_card: bool,
     module: nn.Module | None = None,
@@ -90,22 +82,26 @@ def remedies_for(
     features = [*as_list(own.get("callbacks")), *as_list(own.get("plugins"))]
     taken = {base.__name__ for one in features for base in type(one).__mro__}
 
-    def suits(part: Part) -> bool:
+    def suits(part: schemes.Part) -> bool:
         return part.name not in taken and part.exactness <= level
 
-    states = [Scheme()]
+    states = [schemes.Scheme()]
     has_choice = on_card and has_strategies and has_plain_strategy(own)
     if has_choice and level >= OPTIMIZER_ON_HOST.exactness:
         for part in (OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST):
-            states += [Scheme((one,)) for one in (part, *(leaner_on_host(part, own) if knows_host else ()))]
+            states += [schemes.Scheme((one,)) for one in (part, *(leaner_on_host(part, own) if knows_host else ()))]
     lean = _precision_parts(own) if "LeanMixedPrecision" not in taken and not own.get("plugins") else []
-    lean_states = [Scheme((part,)) for part in lean]
+    lean_states = [schemes.Scheme((part,)) for part in lean]
     if not taken & {MOMENTS.name, LOW_BIT.name}:
-        lean_states[1:1] = [Scheme((MOMENTS,)), *(Scheme((part, MOMENTS)) for part in lean[:1])]
-        lean_states += [Scheme((LOW_BIT,)), Scheme((IN_BACKWARD, LOW_BIT)), Scheme((IN_BACKWARD, LOWER_BIT))]
+        lean_states[1:1] = [schemes.Scheme((MOMENTS,)), *(schemes.Scheme((part, MOMENTS)) for part in lean[:1])]
+        lean_states += [
+            schemes.Scheme((LOW_BIT,)),
+            schemes.Scheme((IN_BACKWARD, LOW_BIT)),
+            schemes.Scheme((IN_BACKWARD, LOWER_BIT)),
+        ]
     if module is not None and _is_mostly_frozen(module):
-        lean_states = [*(Scheme((part,)) for part in QUANTIZED), *lean_states]
-    states[1:1] = [Scheme((IN_BACKWARD,)), *lean_states]
+        lean_states = [*(schemes.Scheme((part,)) for part in QUANTIZED), *lean_states]
+    states[1:1] = [schemes.Scheme((IN_BACKWARD,)), *lean_states]
     states = [scheme for scheme in states if scheme.exactness <= level]
     singles = (FUSION, OFFLOAD, COMPRESSION) if on_card else (FUSION, COMPRESSION)
     has_checkpoints = CHECKPOINTING.name in taken
@@ -134,7 +130,7 @@ def has_plain_strategy(own: Mapping[str, Any]) -> bool:
     return own.get("strategy") in (None, "auto", "ddp")
 
 
-def leaner_on_host(part: Part, own: Mapping[str, Any]) -> list[Part]:
+def leaner_on_host(part: schemes.Part, own: Mapping[str, Any]) -> list[schemes.Part]:
     """Return variants of a strategy that need ever less host memory."""
     can_split = str(own.get("precision")) == "bf16-mixed"
     note = part.note + ", weights split into a bfloat16 half and a 16-bit remainder" * can_split
@@ -142,11 +138,13 @@ def leaner_on_host(part: Part, own: Mapping[str, Any]) -> list[Part]:
     variants = [replace(part, init_args=arguments, note=note)] if can_split else []
     for form, words in (("bf16", "bfloat16"), ("8bit", "8 bits")):
         more = {**arguments, "host_state": form}
-        variants.append(replace(part, init_args=more, exactness=Exactness.ANY, note=f"{note}, moments in {words}"))
+        variants.append(
+            replace(part, init_args=more, exactness=schemes.Exactness.ANY, note=f"{note}, moments in {words}")
+        )
     return variants
 
 
-def mode_of(scheme: Scheme) -> Mapping[str, Any] | None:
+def mode_of(scheme: schemes.Scheme) -> Mapping[str, Any] | None:
     """Return the arguments of a strategy that decide its device memory; ``None``: no strategy."""
     for part in scheme.parts:
         if part.place == "strategy":
@@ -154,7 +152,7 @@ def mode_of(scheme: Scheme) -> Mapping[str, Any] | None:
     return None
 
 
-def _precision_parts(own: Mapping[str, Any]) -> list[Part]:
+def _precision_parts(own: Mapping[str, Any]) -> list[schemes.Part]:
     """Return plugins that replace the precision."""
     format_name = _FORMATS.get(str(own.get("precision")))
     if format_name is None:
@@ -180,12 +178,12 @@ _LITTLE = 0.005  # share of the step's memory
 _AS_FAST = 1.01  # within this factor, fewer parts win
 
 
-def search(measure: Measure, workload: Workload, remedies: Remedies) -> Found:
+def search(measure: schemes.Measure, workload: schemes.Workload, remedies: Remedies) -> schemes.Found:
     """Find the fastest scheme that fits."""
     return _Search(measure, workload, remedies).run()
 
 
-def fastest(tried: Iterable[Measured], fits: Callable[[Measured], bool]) -> Measured | None:
+def fastest(tried: Iterable[schemes.Measured], fits: Callable[[schemes.Measured], bool]) -> schemes.Measured | None:
     """Return the fastest step that fits; of those that are about as fast, one of the fewest parts."""
     fitting = [one for one in tried if fits(one)]
     best = min((one.seconds for one in fitting), default=0.0)
@@ -194,22 +192,22 @@ def fastest(tried: Iterable[Measured], fits: Callable[[Measured], bool]) -> Meas
 
 
 class _Search:
-    def __init__(self, measure: Measure, workload: Workload, remedies: Remedies) -> None:
+    def __init__(self, measure: schemes.Measure, workload: schemes.Workload, remedies: Remedies) -> None:
         self._measure, self._remedies, self._tiles = measure, remedies, remedies.tiles
         self._workload, self._fits, self._budget_bytes = workload, workload.fits, workload.budget_bytes
-        self._tried: list[Measured] = []
-        self._sets: list[Measured] = []  # of those, the ones about states
-        self._refused: list[Part] = []
+        self._tried: list[schemes.Measured] = []
+        self._sets: list[schemes.Measured] = []  # of those, the ones about states
+        self._refused: list[schemes.Part] = []
 
-    def run(self) -> Found:
-        baseline = self._run(Scheme())
+    def run(self) -> schemes.Found:
+        baseline = self._run(schemes.Scheme())
         assert baseline is not None  # nothing refuses the user's own run
         if not self._fits(baseline):
             start = self._take_what_is_free(baseline)
             for wanted in self._remedies.states:
                 if self._is_as_fast(baseline):
                     break
-                states = Scheme(tuple(part for part in wanted.parts if part not in self._refused))
+                states = schemes.Scheme(tuple(part for part in wanted.parts if part not in self._refused))
                 if self._is_needless(start, states):
                     continue
                 whole = self._run(_on(start, states)) if states.parts else start
@@ -221,15 +219,15 @@ class _Search:
                     self._try_remedies(whole, is_first=whole is start)
             if self._best() is None:
                 self._find_least()
-        return Found(self._best(), baseline, tuple(self._tried))
+        return schemes.Found(self._best(), baseline, tuple(self._tried))
 
-    def _run(self, scheme: Scheme) -> Measured | None:
+    def _run(self, scheme: schemes.Scheme) -> schemes.Measured | None:
         measured = self._measure(scheme)
         if measured is not None:
             self._tried.append(measured)
         return measured
 
-    def _take_what_is_free(self, baseline: Measured) -> Measured:
+    def _take_what_is_free(self, baseline: schemes.Measured) -> schemes.Measured:
         """Add the free features that help."""
         start = baseline
         for part in self._remedies.free:
@@ -240,7 +238,7 @@ class _Search:
                 break
         return start
 
-    def _is_needless(self, start: Measured, states: Scheme) -> bool:
+    def _is_needless(self, start: schemes.Measured, states: schemes.Scheme) -> bool:
         """Whether it was traced, or what is faster is enough: a subset of it, or a variant with more host memory."""
         mode, names = mode_of(states), {part.name for part in (*start.scheme.parts, *states.parts)}
         if any(one.scheme == _on(start, states) for one in self._sets):
@@ -252,15 +250,15 @@ class _Search:
                 return True
         return False
 
-    def _best(self) -> Measured | None:
+    def _best(self) -> schemes.Measured | None:
         return fastest(self._tried, self._fits)
 
-    def _is_as_fast(self, whole: Measured) -> bool:
+    def _is_as_fast(self, whole: schemes.Measured) -> bool:
         """Whether the best is as fast as this step: there is nothing to gain."""
         best = self._best()
         return best is not None and best.seconds <= _AS_FAST * whole.seconds
 
-    def _may_win(self, whole: Measured, baseline: Measured) -> bool:
+    def _may_win(self, whole: schemes.Measured, baseline: schemes.Measured) -> bool:
         """Whether remedies on top of a set may beat the best: they save activations, at a cost that grows with them."""
         if whole.needed_bytes - whole.activation_bytes > self._budget_bytes or not self._workload.fits_host(whole):
             return False
@@ -276,7 +274,7 @@ class _Search:
         share = (whole.needed_bytes - self._budget_bytes) / (baseline.needed_bytes - self._budget_bytes)
         return whole.seconds + share * (best.seconds - baseline.seconds) < best.seconds
 
-    def _try_remedies(self, whole: Measured, *, is_first: bool) -> None:
+    def _try_remedies(self, whole: schemes.Measured, *, is_first: bool) -> None:
         if is_first:
             for part in self._remedies.singles:
                 self._run(whole.scheme + part)
@@ -291,7 +289,7 @@ class _Search:
         if self._tiles:
             self._try_tiles(whole if lean is None else lean, may_cut=may_cut)
 
-    def _try_checkpoints(self, whole: Measured) -> Measured | None:
+    def _try_checkpoints(self, whole: schemes.Measured) -> schemes.Measured | None:
         """Try checkpointed layers that save nothing, and as much as fits; return the first."""
         lean = self._run(whole.scheme + CHECKPOINTING)
         if lean is None:
@@ -309,7 +307,7 @@ class _Search:
             self._fit_budget(whole, lean, arguments)
         return lean
 
-    def _try_tiles(self, lean: Measured, *, may_cut: bool) -> None:
+    def _try_tiles(self, lean: schemes.Measured, *, may_cut: bool) -> None:
         """Try tiled MLPs if checkpointed layers are not enough: that costs one more forward of MLPs."""
         if self._fits(lean) or self._is_as_fast(lean):
             return
@@ -337,12 +335,12 @@ class _Search:
             if part.name == IN_PARTS.name:  # gradients accumulate over a batch: EarlyRelease, not OptimizerInBackward
                 free = [one for one in self._remedies.free if one == EARLY_RELEASE]
                 replaced = (other for one in scheme.parts for other in (free if one == IN_BACKWARD else [one]))
-                scheme = Scheme(tuple(replaced))
-            leaner = find_measured(scheme, self._tried) or self._run(scheme)
+                scheme = schemes.Scheme(tuple(replaced))
+            leaner = schemes.find_measured(scheme, self._tried) or self._run(scheme)
             if leaner is not None and leaner.needed_bytes < least.needed_bytes:
                 least = leaner
 
-    def _fit_budget(self, whole: Measured, lean: Measured, arguments: Mapping[str, object]) -> None:
+    def _fit_budget(self, whole: schemes.Measured, lean: schemes.Measured, arguments: Mapping[str, object]) -> None:
         """Find the largest activation budget that fits."""
         least = MIB if arguments else lean.activation_bytes
         saved_bytes = self._budget_bytes - (whole.needed_bytes - whole.activation_bytes)
@@ -369,7 +367,7 @@ class _Search:
                 wanted = (least + saved_bytes) // 2  # the allocator's segments are large steps
             saved_bytes = wanted
 
-    def _fit_parts(self, whole: Measured) -> None:
+    def _fit_parts(self, whole: schemes.Measured) -> None:
         """Find the largest micro-batch that fits."""
         batch_size = size = self._workload.batch_size
         large = whole
@@ -389,11 +387,11 @@ class _Search:
             size, large, small_size = small_size, small, fitting_size
 
 
-def _on(start: Measured, states: Scheme) -> Scheme:
+def _on(start: schemes.Measured, states: schemes.Scheme) -> schemes.Scheme:
     """Put free parts before a set, without EarlyRelease if the set handles gradients."""
     frees = any(part.place == "strategy" or part == IN_BACKWARD for part in states.parts)
-    return Scheme((*(part for part in start.scheme.parts if part != EARLY_RELEASE or not frees), *states.parts))
+    return schemes.Scheme((*(part for part in start.scheme.parts if part != EARLY_RELEASE or not frees), *states.parts))
 
 
-def _in_parts(size: int) -> Part:
+def _in_parts(size: int) -> schemes.Part:
     return replace(IN_PARTS, init_args={"size": size})

@@ -9,26 +9,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from lightning_vram.core.batches import splitting
 from lightning_vram.core.batches.micro_batches import NormMomentum
-from lightning_vram.core.batches.splitting import (
-    WAY_OUT,
-    BatchPath,
-    BatchSplitError,
-    BatchSplitter,
-    SharedKeys,
-    SplitArgumentError,
-    count_rows,
-    describe,
-    describe_all,
-    is_plain,
-    iterate,
-    refresh,
-    take_apart,
-)
 from lightning_vram.core.ranks import RankAgreement
 from lightning_vram.private_names.torch import NormBase
 
-_WAY = f"To split it, {WAY_OUT}."
+_WAY = f"To split it, {splitting.WAY_OUT}."
 _SEQUENCE_DIMS = (2, 3)  # [T, B] of tokens, [T, B, D]
 SplitFunction = Callable[[Any, int], Sequence[Any]]
 
@@ -64,8 +50,8 @@ class BatchCutter:
         time_first: str | None = None,
         has_all_keys: bool = True,
     ) -> None:
-        self._splitter = BatchSplitter(shared_keys, has_all_keys=has_all_keys)
-        self._shared = SharedKeys(shared_keys)
+        self._splitter = splitting.BatchSplitter(shared_keys, has_all_keys=has_all_keys)
+        self._shared = splitting.SharedKeys(shared_keys)
         self._split = split
         self.batch_dim = batch_dim
         self._time_first = time_first if split is None else None
@@ -75,12 +61,14 @@ class BatchCutter:
         moved = _move_dim(batch, self.batch_dim, 0)
         num_samples = self._count(moved) if self._split is None else len(self._split(batch, 1))
         if num_samples < 1:
-            raise SplitArgumentError(f"split_batch(batch, 1) returned no micro-batch for a {type(batch).__name__}.")
+            raise splitting.SplitArgumentError(
+                f"split_batch(batch, 1) returned no micro-batch for a {type(batch).__name__}."
+            )
         if self._time_first is not None and not self._shows_samples(batch, num_samples):
-            raise BatchSplitError(
+            raise splitting.BatchSplitError(
                 f"The module's layer {self._time_first!r} has batch_first=False, so dimension 0 of the batch may be "
-                f"time ({describe_all(batch)}). Pass batch_dim=1 to MicroBatching if it is, batch_dim=0 if it is not, "
-                "or split=."
+                f"time ({splitting.describe_all(batch)}). Pass batch_dim=1 to MicroBatching if it is, batch_dim=0 if "
+                "it is not, or split=."
             )
         if self.batch_dim and self._split is None:
             self._refuse_samples_first(batch, num_samples)
@@ -90,46 +78,51 @@ class BatchCutter:
     def _count(self, moved: Any) -> int:
         try:
             return self._splitter.batch_size(moved)
-        except BatchSplitError as error:
+        except splitting.BatchSplitError as error:
             if not self.batch_dim:
                 raise
             raise type(error)(f"{error} Shapes are shown with dimension {self.batch_dim} (batch_dim=) first.") from None
 
     def _shows_samples(self, batch: Any, num_samples: int) -> bool:
         """Whether something has an entry for each sample that has no time: labels, images, a list of texts."""
-        for _, value in iterate(batch, BatchPath(), self._shared):
-            parts = take_apart(value)
-            if parts is not None and parts.is_list and len(parts.values) == num_samples and is_plain(parts.values):
+        for _, value in splitting.iterate(batch, splitting.BatchPath(), self._shared):
+            parts = splitting.take_apart(value)
+            if (
+                parts is not None
+                and parts.is_list
+                and len(parts.values) == num_samples
+                and splitting.is_plain(parts.values)
+            ):
                 return True
-            if count_rows(value) == num_samples and getattr(value, "ndim", 0) not in _SEQUENCE_DIMS:
+            if splitting.count_rows(value) == num_samples and getattr(value, "ndim", 0) not in _SEQUENCE_DIMS:
                 return True
         return False
 
     def _refuse_samples_first(self, batch: Any, num_samples: int) -> None:
         """Refuse what has its samples in dimension 0, and something else in ``batch_dim``: targets ``[B, 1]``."""
-        for path, value in iterate(batch, BatchPath(), self._shared):
+        for path, value in splitting.iterate(batch, splitting.BatchPath(), self._shared):
             sizes: Sequence[int] = getattr(value, "shape", ())
-            is_known = count_rows(value) is not None and len(sizes) > self.batch_dim
+            is_known = splitting.count_rows(value) is not None and len(sizes) > self.batch_dim
             if is_known and sizes[self.batch_dim] != num_samples == sizes[0]:
-                raise BatchSplitError(
+                raise splitting.BatchSplitError(
                     f"{path.code} has {num_samples} samples in dimension 0 and not in batch_dim={self.batch_dim} "
-                    f"({describe_all(value)}). {_WAY}"
+                    f"({splitting.describe_all(value)}). {_WAY}"
                 )
 
     def measure_or_keep_whole(self, batch: Any) -> BatchFacts:
         """As :meth:`measure`, but a batch that cannot be cut is one sample, unless the arguments are wrong."""
         try:
             return self.measure(batch)
-        except SplitArgumentError:
+        except splitting.SplitArgumentError:
             raise
-        except BatchSplitError as error:
+        except splitting.BatchSplitError as error:
             num_elements = max(1, self._splitter.elements(batch))
             return BatchFacts(1, num_elements, f"whole {self._splitter.shape_key(batch)}", why_whole=str(error))
 
     def cut(self, batch: Any, facts: BatchFacts, size: int) -> list[tuple[Any, int]]:
         """Cut into the fewest micro-batches of at most ``size`` samples, as equal as possible; with their sizes."""
         if facts.why_whole is not None:
-            return [(refresh(batch), 1)]
+            return [(splitting.refresh(batch), 1)]
         num_samples = facts.num_samples
         count = -(-num_samples // size)
         if self._split is None:
@@ -140,7 +133,7 @@ class BatchCutter:
         sizes = [min(size, num_samples - start) for start in range(0, num_samples, size)]
         parts = list(self._split(batch, size))
         if len(parts) != len(sizes):
-            raise BatchSplitError(
+            raise splitting.BatchSplitError(
                 f"split_batch(batch, {size}) returned {len(parts)} micro-batches for {num_samples} samples, "
                 f"expected {len(sizes)}: {size} samples each, the last one with the remainder."
             )
@@ -166,8 +159,8 @@ def _move_dim(value: Any, source: int, destination: int) -> Any:
         moved = value.movedim(source, destination) if has_dim else value
         return moved if destination == 0 else moved.contiguous()
     if has_dim:  # a NumPy array, or a tensor that cannot be split
-        raise BatchSplitError(f"batch_dim= splits tensors only, got {describe(value)}. {_WAY}")
-    parts = take_apart(value)
+        raise splitting.BatchSplitError(f"batch_dim= splits tensors only, got {splitting.describe(value)}. {_WAY}")
+    parts = splitting.take_apart(value)
     return value if parts is None else parts.build([_move_dim(part, source, destination) for part in parts.values])
 
 

@@ -18,17 +18,9 @@ from typing_extensions import override
 
 from lightning_vram.argument_checks import check_choice
 from lightning_vram.callbacks.hook_points import check_trainer, rank_timeout, refuse_several
+from lightning_vram.estimation import running_trainer
 from lightning_vram.estimation.estimate import Estimator, Progress
 from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
-from lightning_vram.estimation.running_trainer import (
-    AUTO,
-    RunningTrainer,
-    bytes_of_others,
-    check_limit,
-    decide_together,
-    forget_shared,
-    limit_bytes,
-)
 from lightning_vram.estimation.traced_fit import reason_of
 from lightning_vram.memory.device.accelerators import PeakWatch, ProcessLimit, can_limit, has_cache
 from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate
@@ -92,12 +84,12 @@ class MemoryBudget(Callback):
 
     def __init__(
         self,
-        limit: int | float | str = AUTO,
+        limit: int | float | str = running_trainer.AUTO,
         *,
         on_excess: Literal["warn", "error"] = "warn",
         run_callbacks: RunCallbacks = (),
     ) -> None:
-        check_limit(_LIMIT, limit)
+        running_trainer.check_limit(_LIMIT, limit)
         check_choice("MemoryBudget(on_excess)", on_excess, ("warn", "error"))
         self.limit = limit
         self.on_excess = on_excess
@@ -112,14 +104,14 @@ class MemoryBudget(Callback):
         message = "MemoryBudget can be used once, got several: a device has one budget. Remove all but one."
         refuse_several(trainer, MemoryBudget, message)
         device = trainer.strategy.root_device
-        limit = limit_bytes(_LIMIT, self.limit, device)
+        limit = running_trainer.limit_bytes(_LIMIT, self.limit, device)
         if limit is not None and can_limit(device):
             self._process_limit = ProcessLimit(device, limit)
-        self._bytes_of_others = bytes_of_others(trainer, pl_module)
+        self._bytes_of_others = running_trainer.bytes_of_others(trainer, pl_module)
         timeout = rank_timeout(trainer)
         with show_progress(trainer) as on_progress:
             judge = partial(_judge, on_progress)
-            message, fits, self._expected = decide_together(
+            message, fits, self._expected = running_trainer.decide_together(
                 trainer, pl_module, limit, timeout, judge, run_callbacks=self.run_callbacks
             )
         if fits is False and self.on_excess == "error":
@@ -129,7 +121,7 @@ class MemoryBudget(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        forget_shared(trainer)
+        running_trainer.forget_shared(trainer)
         device = trainer.strategy.root_device
         if self._expected and has_cache(device):
             self._watch = PeakWatch(device)
@@ -167,7 +159,7 @@ class MemoryBudget(Callback):
 
 
 def _judge(
-    on_progress: Progress, read: Callable[[], RunningTrainer], _: int | None
+    on_progress: Progress, read: Callable[[], running_trainer.RunningTrainer], _: int | None
 ) -> tuple[str, bool | None, Mapping[str, int]]:
     """Return a message, whether the run fits, and the bytes that will be allocated, by stage."""
     try:

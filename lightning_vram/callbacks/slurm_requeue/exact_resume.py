@@ -16,15 +16,7 @@ from lightning_vram.core.patching import MethodPatch
 from lightning_vram.core.random_state import read_global_states, write_global_states
 from lightning_vram.core.ranks import RankAgreement
 from lightning_vram.private_names import lightning as private_lightning
-from lightning_vram.techniques.exact_resume import (
-    can_be_stateful,
-    has_length,
-    load_loader_state,
-    loader_state,
-    make_stateful,
-    remove_state,
-    share_generators,
-)
+from lightning_vram.techniques import exact_resume
 
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 _OTHER_LOADERS = "the loaders or the number of ranks differ from those of the checkpoint"
@@ -60,7 +52,10 @@ class ExactResume:
         before = self._before_validation if self.repeats_validation else None
         progress = trainer.fit_loop.epoch_loop.batch_progress
         has_ended = progress.is_last_batch  # perhaps before the loaders have
-        loaders = [None if why else loader_state(loader, epoch_has_ended=has_ended) for loader, why in self._loaders]
+        loaders = [
+            None if why else exact_resume.loader_state(loader, epoch_has_ended=has_ended)
+            for loader, why in self._loaders
+        ]
         return {
             "num_batches": 0 if has_ended else progress.current.processed,  # type: ignore[attr-defined]
             "epoch_has_ended": has_ended,
@@ -112,7 +107,7 @@ class ExactResume:
             patch.remove()
         for loader, why in self._loaders:
             if not why:
-                remove_state(loader)
+                exact_resume.remove_state(loader)
         self._loaders, self._to_load = [], None
 
     def _reset(self, reset: Callable[[], None]) -> None:
@@ -130,11 +125,11 @@ class ExactResume:
         """Right before loaders are iterated over."""
         combined = private_lightning.training_data(self._trainer.fit_loop)
         assert combined is not None
-        other = "" if all(map(has_length, combined.flattened)) else _NO_LENGTH
-        self._loaders = [(loader, can_be_stateful(loader) or other) for loader in combined.flattened]
+        other = "" if all(map(exact_resume.has_length, combined.flattened)) else _NO_LENGTH
+        self._loaders = [(loader, exact_resume.can_be_stateful(loader) or other) for loader in combined.flattened]
         for loader, why in self._loaders:
             if not why:
-                make_stateful(loader)
+                exact_resume.make_stateful(loader)
         load()
         if self._to_load is not None:
             self._go_to(self._to_load)
@@ -144,7 +139,7 @@ class ExactResume:
         if state["epoch_has_ended"]:  # with workers the order of the next epoch is drawn now; Lightning sets it later
             for loader, _ in self._loaders:
                 private_lightning.set_sampler_epoch(loader, self._trainer.fit_loop.epoch_progress.current.ready)
-        elif share_generators(loader for loader, why in self._loaders if not why):
+        elif exact_resume.share_generators(loader for loader, why in self._loaders if not why):
             rank_zero_warn(
                 "SlurmRequeue cannot restore a generator that several training loaders share: the data order "
                 "will differ from an uninterrupted run. Give each loader its own torch.Generator."
@@ -159,7 +154,7 @@ class ExactResume:
             why = why or ("" if place else _OTHER_LOADERS)
             try:
                 if not why:
-                    load_loader_state(loader, place)
+                    exact_resume.load_loader_state(loader, place)
             except ValueError as error:
                 why = str(error).rstrip(".")
             if why and state["num_batches"] and not hasattr(loader, "load_state_dict"):  # which Lightning gives it

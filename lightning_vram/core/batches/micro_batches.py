@@ -14,18 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.core.batches.splitting import (
-    SPLIT_HOOK,
-    BatchPath,
-    BatchSplitError,
-    BatchSplitter,
-    describe,
-    describe_all,
-    is_array,
-    is_constant,
-    is_uniform,
-    take_apart,
-)
+from lightning_vram.core.batches import splitting
 from lightning_vram.private_names.torch import BatchNormBase, NormBase
 
 WeightName = Literal["samples", "tokens", "shifted_tokens"]
@@ -46,7 +35,7 @@ def make_batch_weight(weight: WeightName | BatchWeight, name: str, *also: str) -
     value is checked unless it is a tensor on an accelerator, which would block the host.
     """
     if weight == "samples":
-        splitter = BatchSplitter()  # one for all: it learns from batch to batch
+        splitter = splitting.BatchSplitter()  # one for all: it learns from batch to batch
         return lambda batch: _count_samples(splitter, batch, name)
     if weight == "tokens":
         return lambda batch: _count_labels(_find_labels(batch, name, weight))
@@ -60,14 +49,14 @@ def make_batch_weight(weight: WeightName | BatchWeight, name: str, *also: str) -
     return lambda batch: check_weight(weight(batch), name)
 
 
-def _count_samples(splitter: BatchSplitter, batch: Any, name: str) -> float:
+def _count_samples(splitter: splitting.BatchSplitter, batch: Any, name: str) -> float:
     try:
         return float(splitter.batch_size(batch))
-    except BatchSplitError as error:
+    except splitting.BatchSplitError as error:
         problem = re.split(r" (?=To split|If it belongs|Please )", str(error))[0]  # without advice on cutting it
         raise ValueError(
             f"{name}='samples' cannot count the samples of a batch. Give a function of the batch that returns their "
-            f"number, or {SPLIT_HOOK}. {problem}"
+            f"number, or {splitting.SPLIT_HOOK}. {problem}"
         ) from None
 
 
@@ -83,7 +72,7 @@ def _find_labels(batch: Any, name: str, weight: str) -> Tensor:
         labels = batch[-1]
     if isinstance(labels, Tensor) and not labels.is_floating_point() and not labels.is_complex():
         return labels
-    raise ValueError(f"{name}={weight!r} found no integer labels in {describe_all(batch)}. {_WEIGH_WAY_OUT}")
+    raise ValueError(f"{name}={weight!r} found no integer labels in {splitting.describe_all(batch)}. {_WEIGH_WAY_OUT}")
 
 
 def check_weight(weight: Any, name: str) -> float | Tensor:
@@ -148,7 +137,7 @@ def combine_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequen
     """
     if len(outputs) == 1:
         return outputs[0]
-    return _Combination(sizes, shares, batch_dim).combine(list(outputs), BatchPath("output"))
+    return _Combination(sizes, shares, batch_dim).combine(list(outputs), splitting.BatchPath("output"))
 
 
 class _Combination:
@@ -160,7 +149,7 @@ class _Combination:
         self.batch_dim = batch_dim
         self.num_joined = 0
 
-    def combine(self, values: list[Any], path: BatchPath) -> Any:
+    def combine(self, values: list[Any], path: splitting.BatchPath) -> Any:
         first = values[0]
         if _is_count(first):
             raise _refuse(path, values, "are ambiguous: counts that add up, or one value for all")
@@ -168,19 +157,21 @@ class _Combination:
             return first
         if any(type(value) is not type(first) for value in values):
             raise _refuse(path, values, "have different types")
-        if (isinstance(first, Tensor) and not first.is_nested) or is_array(first):
+        if (isinstance(first, Tensor) and not first.is_nested) or splitting.is_array(first):
             return self._join(values, path) if first.ndim else self._average_tensors(values, path)
-        parts = take_apart(first)
+        parts = splitting.take_apart(first)
         if parts is not None:
             return self._combine_lists(values, path) if parts.is_list else self._combine_columns(values, path)
-        if is_constant(first) and all(value == first for value in values):
+        if splitting.is_constant(first) and all(value == first for value in values):
             return first
         if isinstance(first, float) or getattr(getattr(first, "dtype", None), "kind", "") == "f":  # or a NumPy number
             tensors = [torch.tensor(float(value), dtype=torch.float64) for value in values]
             return type(first)(weighted_mean(tensors, self.shares, self.sizes).item())
-        raise _refuse(path, values, f"differ: {values[0]!r}, {values[1]!r}" if is_constant(first) else "are unknown")
+        raise _refuse(
+            path, values, f"differ: {values[0]!r}, {values[1]!r}" if splitting.is_constant(first) else "are unknown"
+        )
 
-    def _join(self, values: list[Any], path: BatchPath) -> Any:
+    def _join(self, values: list[Any], path: splitting.BatchPath) -> Any:
         first = values[0]
         candidates = [dim for dim in dict.fromkeys((0, self.batch_dim)) if dim < min(one.ndim for one in values)]
         dims = [dim for dim in candidates if [one.shape[dim] for one in values] == self.sizes]
@@ -196,7 +187,7 @@ class _Combination:
             return torch.cat([value.detach() for value in values], dims[0])
         return sys.modules["numpy"].concatenate(values, dims[0])
 
-    def _average_tensors(self, values: list[Any], path: BatchPath) -> Any:
+    def _average_tensors(self, values: list[Any], path: splitting.BatchPath) -> Any:
         first = values[0]
         if any(value.dtype != first.dtype for value in values):
             raise _refuse(path, values, "differ in dtype")
@@ -204,8 +195,8 @@ class _Combination:
             return self.combine([value[()] for value in values], path)
         return weighted_mean([value.detach() for value in values], self.shares, self.sizes)
 
-    def _combine_columns(self, values: list[Any], path: BatchPath) -> Any:
-        all_parts = [parts for parts in map(take_apart, values) if parts is not None]
+    def _combine_columns(self, values: list[Any], path: splitting.BatchPath) -> Any:
+        all_parts = [parts for parts in map(splitting.take_apart, values) if parts is not None]
         if not all_parts[0].is_list and any(isinstance(label, int) for label in all_parts[0].labels):
             raise _refuse(path, values, "have integer keys, which may be samples or classes")
         if any(parts.labels != all_parts[0].labels for parts in all_parts):
@@ -214,7 +205,7 @@ class _Combination:
         paths = path.children(all_parts[0])
         return all_parts[0].build([self.combine(list(c), child) for c, child in zip(columns, paths, strict=True)])
 
-    def _combine_lists(self, values: list[Any], path: BatchPath) -> Any:
+    def _combine_lists(self, values: list[Any], path: splitting.BatchPath) -> Any:
         """Combine lists as columns if rows are joined inside, else as one entry for each sample."""
         if [len(value) for value in values] != self.sizes:
             return self._combine_columns(values, path)
@@ -225,8 +216,8 @@ class _Combination:
             columns.num_joined = 0
         if not columns.num_joined:
             self.num_joined += 1
-            return take_apart(values[0]).build([entry for value in values for entry in _detach(value)])  # type: ignore[union-attr]
-        if isinstance(values[0], list) and is_uniform(values[0]):
+            return splitting.take_apart(values[0]).build([entry for value in values for entry in _detach(value)])  # type: ignore[union-attr]
+        if isinstance(values[0], list) and splitting.is_uniform(values[0]):
             raise _refuse(path, values, "are ambiguous: columns, or an entry for each sample")
         self.num_joined += columns.num_joined
         return combined
@@ -235,7 +226,7 @@ class _Combination:
 def _detach(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach()
-    parts = take_apart(value)
+    parts = splitting.take_apart(value)
     return value if parts is None else parts.build([_detach(part) for part in parts.values])
 
 
@@ -249,8 +240,8 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _refuse(path: BatchPath, values: Sequence[Any], reason: str) -> OutputCombineError:
-    found = ", ".join(dict.fromkeys(describe(value) for value in values))
+def _refuse(path: splitting.BatchPath, values: Sequence[Any], reason: str) -> OutputCombineError:
+    found = ", ".join(dict.fromkeys(splitting.describe(value) for value in values))
     return OutputCombineError(f"{path.code} cannot be combined: its values ({found}) {reason}. {_COMBINE_HOOK}")
 
 

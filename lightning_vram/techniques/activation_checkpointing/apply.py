@@ -42,18 +42,7 @@ from lightning_vram.memory.storages import ByStorage, iterate_storages, iterate_
 from lightning_vram.memory.tracking.operator_listener import StorageSubscriber
 from lightning_vram.private_names.dispatcher import is_left_to_python
 from lightning_vram.private_names.torch import base_of, is_view, tensors_in
-from lightning_vram.techniques.activation_checkpointing.budget_plan import (
-    NOTHING,
-    CallProfile,
-    CheckpointPlan,
-    Decisions,
-    OperatorProfile,
-    StepProfile,
-    find_minimum,
-    plan_nothing,
-    predict_peak,
-    solve,
-)
+from lightning_vram.techniques.activation_checkpointing import budget_plan
 from lightning_vram.techniques.activation_checkpointing.recomputed_call import (
     CallWatch,
     DeterminismCheck,
@@ -263,13 +252,13 @@ class _Operator:
     counter: Tensor | None = None
     version: int = 0
 
-    def profile(self, call: "_Call", base: Collection[int]) -> OperatorProfile:
+    def profile(self, call: "_Call", base: Collection[int]) -> budget_plan.OperatorProfile:
         """A result that is overwritten, or made after the last that is saved, is never kept: it gains nothing."""
         is_overwritten = self.counter is not None and version_of(self.counter) != self.version
         if is_overwritten or self.num_saves == call.num_saves:
-            return OperatorProfile(self.name, 0, is_saved=True, cost=0.0)
+            return budget_plan.OperatorProfile(self.name, 0, is_saved=True, cost=0.0)
         new = {number: size for number, size in (self.storages or {}).items() if number not in base}
-        return OperatorProfile(self.name, sum(new.values()), new.keys() <= call.saved.keys(), self.cost)
+        return budget_plan.OperatorProfile(self.name, sum(new.values()), new.keys() <= call.saved.keys(), self.cost)
 
 
 @dataclass
@@ -281,10 +270,10 @@ class _Call:
     inputs: set[int] = field(default_factory=set)  # base storages that its backward needs
     num_saves: int = 0
 
-    def profile(self, base: dict[int, tuple[float, int]]) -> CallProfile:
+    def profile(self, base: dict[int, tuple[float, int]]) -> budget_plan.CallProfile:
         """Return what it saves in addition to the storages in ``base``, and costs."""
         before = {number: size for number, (position, size) in base.items() if position <= self.position}
-        return CallProfile(
+        return budget_plan.CallProfile(
             self.layer,
             base_live_bytes=sum(before.values()) + _OTHER_BYTES,
             saved_bytes=sum(size for number, size in self.saved.items() if number not in base),
@@ -301,7 +290,7 @@ class _Round:
     other_cost: float = 0.0
     is_over: bool = False
 
-    def profile(self, small: Collection[int], min_offload_bytes: int) -> StepProfile:
+    def profile(self, small: Collection[int], min_offload_bytes: int) -> budget_plan.StepProfile:
         base, sizes = dict(self.base), {number: size for number, (_, size) in self.base.items()}
         for call in self.calls:
             for number in call.saved.keys() & base.keys():  # saved in the layer, and an input of a later one
@@ -310,7 +299,7 @@ class _Round:
             for operator in call.operators:
                 sizes.update(operator.storages or {})
         offloadable = {n: size for n, size in sizes.items() if n not in small and size >= min_offload_bytes}
-        return StepProfile(
+        return budget_plan.StepProfile(
             calls=tuple(call.profile(base) for call in self.calls),
             base_total_bytes=sum(size for _, size in base.values()) + _OTHER_BYTES,
             other_cost=self.other_cost,
@@ -347,7 +336,7 @@ class StepObserver(StorageSubscriber):
         """Return what is to be told about the calls of ``layer``."""
         return CallWatch(partial(self._call_of, layer), self._inside, self._end_round)
 
-    def profiles(self) -> list[StepProfile]:
+    def profiles(self) -> list[budget_plan.StepProfile]:
         """Return what was seen, one for each forward with a backward of its own; those without a layer left out."""
         return [round.profile(self._small, self._min_offload_bytes) for round in self._rounds if round.calls]
 
@@ -465,7 +454,7 @@ class BudgetedCheckpointing:
         min_offload_bytes: int = 0,
     ) -> None:
         self.budget_bytes = budget_bytes
-        self.profiles: deque[StepProfile] = deque(maxlen=_MAX_PROFILES)
+        self.profiles: deque[budget_plan.StepProfile] = deque(maxlen=_MAX_PROFILES)
         """Of the rounds observed last."""
         self._model = model
         self._handle = handle  # its layers, all of them checkpointed; the caller removes it
@@ -486,7 +475,7 @@ class BudgetedCheckpointing:
             for layer in self._handle.selection.layers:
                 self._handle.change(layer, self._full(layer))
 
-    def plan(self, offload_bytes: int = 0) -> CheckpointPlan | None:
+    def plan(self, offload_bytes: int = 0) -> budget_plan.CheckpointPlan | None:
         """Make a plan for the largest round, or raise ``BudgetError``; ``None`` if no layer was observed.
 
         A step with several backwards has several rounds, and batches have several shapes: if one of the others does
@@ -495,18 +484,18 @@ class BudgetedCheckpointing:
         if not self.profiles:
             return None
         for profile in self.profiles:
-            find_minimum(profile, self.budget_bytes, offload_bytes)
-        largest = max(self.profiles, key=lambda profile: predict_peak(profile, profile.decide(None)))
-        plan = solve(largest, self.budget_bytes, offload_bytes)
-        peaks = (predict_peak(profile, plan.decisions, plan.offloaded_bytes) for profile in self.profiles)
+            budget_plan.find_minimum(profile, self.budget_bytes, offload_bytes)
+        largest = max(self.profiles, key=lambda profile: budget_plan.predict_peak(profile, profile.decide(None)))
+        plan = budget_plan.solve(largest, self.budget_bytes, offload_bytes)
+        peaks = (budget_plan.predict_peak(profile, plan.decisions, plan.offloaded_bytes) for profile in self.profiles)
         if max(peaks) <= self.budget_bytes:
             return plan
-        return plan_nothing(largest, self.budget_bytes, offload_bytes)
+        return budget_plan.plan_nothing(largest, self.budget_bytes, offload_bytes)
 
-    def apply(self, decisions: Decisions) -> None:
+    def apply(self, decisions: budget_plan.Decisions) -> None:
         """Apply decisions from the next call of each layer on; layers without a decision stay checkpointed."""
         for layer in self._handle.selection.layers:
-            full, decision = self._full(layer), decisions.get(layer.name, NOTHING)
+            full, decision = self._full(layer), decisions.get(layer.name, budget_plan.NOTHING)
             decided = replace(full, save=SavePolicy("matmuls", numbers=decision)) if decision else full
             self._handle.change(layer, None if decision is None else decided)
 
@@ -514,13 +503,13 @@ class BudgetedCheckpointing:
         return Recomputing(layer.title, None, self._check)
 
 
-def share_largest(make_plan: Callable[[], CheckpointPlan | None]) -> CheckpointPlan | None:
+def share_largest(make_plan: Callable[[], budget_plan.CheckpointPlan | None]) -> budget_plan.CheckpointPlan | None:
     """Make a plan on every rank, and return that of the rank which needs most; ``None`` if none could be made.
 
     A collective, where there are several ranks. Layers may communicate while they run (SyncBatchNorm, FSDP), so all
     ranks must recompute the same ones, and all of them must raise an error that one has.
     """
-    found: CheckpointPlan | str | None
+    found: budget_plan.CheckpointPlan | str | None
     try:
         found = make_plan()
     except ValueError as error:
@@ -529,5 +518,5 @@ def share_largest(make_plan: Callable[[], CheckpointPlan | None]) -> CheckpointP
     for plan in everybodys:
         if isinstance(plan, str):
             raise ValueError(plan)
-    plans = [plan for plan in everybodys if isinstance(plan, CheckpointPlan)]
+    plans = [plan for plan in everybodys if isinstance(plan, budget_plan.CheckpointPlan)]
     return max(plans, key=lambda plan: plan.plain_peak_bytes, default=None)

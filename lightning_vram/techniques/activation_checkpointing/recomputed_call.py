@@ -22,18 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
+from lightning_vram.core import recomputed_saves
 from lightning_vram.core.hooks import OwnHooks, SavedOutput, exact_only, is_in_backward, save, stepping_aside
-from lightning_vram.core.recomputed_saves import (
-    Placeholder,
-    RecomputationError,
-    RecomputationHooks,
-    RecomputedSaves,
-    SavedSamples,
-    divergence_error,
-    is_close,
-    is_due,
-    take_sample,
-)
 from lightning_vram.core.rollback import SAVED_COPY_BYTES, ForwardFacts, ForwardState, differs, writable_copy
 from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, PLAIN_TYPES, flatten_arguments, num_bytes_of
 from lightning_vram.memory.storages import iterate_storages, storage_address, version_of
@@ -250,7 +240,7 @@ class OperatorTrace(OperatorSubscriber):
         is_moving = bool(args) and isinstance(args[0], Tensor) and storage_address(args[0]) in self._buffers
         is_compared = not (is_counter or is_moving or any(part in str(func) for part in _UNSET))
         with without_dispatch():  # other modes are not to see our own operators
-            record = (func, _describe(output), take_sample(first) if is_compared else None)
+            record = (func, _describe(output), recomputed_saves.take_sample(first) if is_compared else None)
             self._records.append(record)
             if self._expected is not None:
                 self._compare(record, len(self._records) - 1)
@@ -260,13 +250,13 @@ class OperatorTrace(OperatorSubscriber):
         assert self._expected is not None
         function, shapes, sample = record
         if number >= len(self._expected):
-            raise RecomputationError(f"it ran {function} after the last operator of the forward")
+            raise recomputed_saves.RecomputationError(f"it ran {function} after the last operator of the forward")
         (expected, expected_shapes, expected_sample), place = self._expected[number], f"operator {number + 1}"
         if (function, shapes) != (expected, expected_shapes):
             was, now = f"{expected} -> {', '.join(expected_shapes)}", f"{function} -> {', '.join(shapes)}"
-            raise RecomputationError(f"{place} was {was} and is {now}")
-        if expected_sample is not None and not is_close(expected_sample, sample):
-            raise RecomputationError(f"{place}, {function}, returned other values than it returns now")
+            raise recomputed_saves.RecomputationError(f"{place} was {was} and is {now}")
+        if expected_sample is not None and not recomputed_saves.is_close(expected_sample, sample):
+            raise recomputed_saves.RecomputationError(f"{place}, {function}, returned other values than it returns now")
 
 
 def _is_passed_over(func: Any, types: Any, args: tuple[Any, ...]) -> bool:
@@ -339,15 +329,15 @@ class _Call:
         kind = save, is_in_backward()  # where a checkpoint around it recomputes: counted apart
         observation.counts[kind] += 1
         buffers = (buffer for module in modules for buffer in module.buffers())
-        is_sampled = check == "outputs" and is_due(observation.counts[kind])
-        self._samples = SavedSamples(buffers) if is_sampled else None
+        is_sampled = check == "outputs" and recomputed_saves.is_due(observation.counts[kind])
+        self._samples = recomputed_saves.SavedSamples(buffers) if is_sampled else None
         self._trace = OperatorTrace(buffers) if check == "operators" else None
-        self._places: list[ref[Placeholder]] = []
+        self._places: list[ref[recomputed_saves.Placeholder]] = []
         self._recording = Recording(save, self._places) if save is not None else None
 
     def first(self, arguments: Arguments) -> Any:
         """Call the forward, and keep what the second run needs."""
-        saves = RecomputedSaves(
+        saves = recomputed_saves.RecomputedSaves(
             self._again,
             self._places,
             self._error,
@@ -367,10 +357,10 @@ class _Call:
         self._observation.num_kept = self._recording.settle() if self._recording is not None else 0
         return output
 
-    def _again(self, run: RecomputationHooks) -> None:
+    def _again(self, run: recomputed_saves.RecomputationHooks) -> None:
         self._state.run(partial(self._second, run))
 
-    def _second(self, run: RecomputationHooks) -> None:
+    def _second(self, run: recomputed_saves.RecomputationHooks) -> None:
         args, kwargs = self._kept.give(is_overwritten=self._observation.overwrites_inputs)
         replaying = Replaying(self._recording) if self._recording is not None else None
         comparing = self._trace.comparing() if self._trace is not None else None
@@ -380,15 +370,15 @@ class _Call:
             try:
                 with _inside(run, replaying, comparing):
                     self._forward(*args, **kwargs)
-            except RecomputationError as error:
+            except recomputed_saves.RecomputationError as error:
                 raise self._error(f"{error}.", is_named=True) from None
 
-    def _error(self, reason: str, *, is_named: bool = False) -> RecomputationError:
+    def _error(self, reason: str, *, is_named: bool = False) -> recomputed_saves.RecomputationError:
         tip = "" if is_named else "determinism_check='operators' names the operator that differs. "
         way_out = (
             "Leave the layer out of checkpointing, or pass determinism_check='none' if the difference is intended."
         )
-        return divergence_error(self._recomputing.name, reason, tip + way_out)
+        return recomputed_saves.divergence_error(self._recomputing.name, reason, tip + way_out)
 
 
 @contextmanager

@@ -22,19 +22,7 @@ from lightning_vram.memory.storages import version_of
 from lightning_vram.private_names.dispatcher import hide_from_dynamo
 from lightning_vram.private_names.fsdp2 import waits_for_backward
 from lightning_vram.private_names.torch import VIEW_PROPERTIES, make_wrapper, tree_map_only, without_torch_function
-from lightning_vram.techniques.chunked_loss.row_program import (
-    Call,
-    Leaf,
-    RowProgram,
-    compute_later,
-    compute_rows,
-    compute_sum,
-    detach,
-    heads_of,
-    inputs_of,
-    map_rows,
-    read_autocast,
-)
+from lightning_vram.techniques.chunked_loss import row_program
 
 _FEWEST_ROWS = {"cpu": 128}  # fewer leave products of matrices slow; elsewhere 256
 
@@ -73,7 +61,7 @@ class Settings:
 class LazyLogits(Tensor):
     """See the module. Made by :func:`make_logits`."""
 
-    node: Call
+    node: row_program.Call
     sample: Tensor  # the same of no token, [0, V]
     class_dim: int  # which dimension has the V classes
     settings: Settings
@@ -88,7 +76,13 @@ class LazyLogits(Tensor):
         return torch.Size(size for dim, size in enumerate(self.shape) if dim != self.class_dim)
 
     def like(
-        self, node: Call, sample: Tensor, lead: Sequence[int], class_dim: int | None = None, *, is_view: bool
+        self,
+        node: row_program.Call,
+        sample: Tensor,
+        lead: Sequence[int],
+        class_dim: int | None = None,
+        *,
+        is_view: bool,
     ) -> "LazyLogits":
         """Return others of the same head."""
         memory = self.memory if is_view else []
@@ -96,16 +90,20 @@ class LazyLogits(Tensor):
 
     def reduce(self, function: Callable[..., Any], /, *nodes: Any, **kwargs: Any) -> list[Tensor]:
         """Return what a function of the values of nodes returns for all tokens, [N, ...] each."""
-        return compute_rows(Call(function, nodes, kwargs, read_autocast(self.device.type)), self.chunk_rows)
+        return row_program.compute_rows(
+            row_program.Call(function, nodes, kwargs, row_program.read_autocast(self.device.type)), self.chunk_rows
+        )
 
     def reduce_to_sum(self, function: Callable[..., Any], /, *nodes: Any, **kwargs: Any) -> Any:
         """Return the sum over all tokens of what a function of the values of nodes returns, [N]."""
-        return compute_sum(Call(function, nodes, kwargs, read_autocast(self.device.type)), self.chunk_rows)
+        return row_program.compute_sum(
+            row_program.Call(function, nodes, kwargs, row_program.read_autocast(self.device.type)), self.chunk_rows
+        )
 
     @property
     def chunk_rows(self) -> int:
         """How many tokens are computed at a time."""
-        hidden, weight = heads_of(self.node)[0].args[:2]
+        hidden, weight = row_program.heads_of(self.node)[0].args[:2]
         return find_chunk_rows(self.settings.chunk, hidden.values, math.prod(self.lead), weight.values.shape[0])
 
     def make_whole(self, why: str, *, with_graph: bool = True) -> Tensor:
@@ -122,7 +120,7 @@ class LazyLogits(Tensor):
         self.check()
         self.settings.tell(why)
         with torch.no_grad():
-            (rows,) = RowProgram(self.node).run(inputs_of(self.node))
+            (rows,) = row_program.RowProgram(self.node).run(row_program.inputs_of(self.node))
         # Not as a view: it may be written to in place.
         return rows.view(*self.lead, rows.shape[-1]).movedim(-1, self.class_dim).data
 
@@ -156,7 +154,7 @@ class LazyLogits(Tensor):
         args, options = tree_map_only(LazyLogits, _if_made, (args, options))
         ours = [one for one in (*args, *options.values()) if isinstance(one, LazyLogits)]
         if name == "register_hook" and ours and waits_for_backward(args[1]):
-            for head in heads_of(ours[0].node):
+            for head in row_program.heads_of(ours[0].node):
                 head.hooks.append(args[1])
             return None
         if ours and name in FUNCTIONS and options.get("out") is None and not options.get("inplace"):
@@ -200,27 +198,27 @@ class _Whole(torch.autograd.Function):
         return gradient, None
 
 
-def make_logits(head: Call, settings: Settings) -> LazyLogits:
+def make_logits(head: row_program.Call, settings: Settings) -> LazyLogits:
     """Return the logits of a head, [..., V]."""
-    hidden, *rest = inputs_of(head)
+    hidden, *rest = row_program.inputs_of(head)
     with torch.no_grad():
         sample = head.function(hidden.new_empty(0, hidden.shape[-1]), *rest, **head.kwargs)
     return _make(head, sample, (hidden.shape[:-1], hidden.ndim - 1), settings, [])
 
 
 def _make(
-    node: Call, sample: Tensor, layout: tuple[Sequence[int], int], settings: Settings, memory: list[Any]
+    node: row_program.Call, sample: Tensor, layout: tuple[Sequence[int], int], settings: Settings, memory: list[Any]
 ) -> LazyLogits:
     """Return logits of the layout (shape of the tokens, dimension of the classes)."""
     if not torch.is_grad_enabled():
-        node = detach(node)
+        node = row_program.detach(node)
     shape, class_dim = list(layout[0]), layout[1]
     shape.insert(class_dim, sample.shape[-1])
     make = partial(make_wrapper, LazyLogits, shape, dtype=sample.dtype, device=sample.device)
-    made: LazyLogits = compute_later(node, class_dim, make)
+    made: LazyLogits = row_program.compute_later(node, class_dim, make)
     made.node, made.sample, made.class_dim, made.settings, made.memory = node, sample, class_dim, settings, memory
     made.whole, made.has_graph = None, made.requires_grad
-    made.versions = [(one, version_of(one)) for one in inputs_of(node)]
+    made.versions = [(one, version_of(one)) for one in row_program.inputs_of(node)]
     return made
 
 
@@ -271,10 +269,10 @@ def _view(logits: LazyLogits, found: Tensor) -> LazyLogits:
         sizes, steps = [*shape, flat.shape[-1]], [*(stride * step for stride in strides), step_within]
         return flat.as_strided(sizes, steps, flat.storage_offset() + offset * step)
 
-    node, sample = map_rows(logits.node, move), logits.sample
+    node, sample = row_program.map_rows(logits.node, move), logits.sample
     if found.shape[place] < num_classes:
         some = slice(first, first + found.shape[place])
-        node, sample = Call(lambda rows: rows[:, some], (node,)), sample[:, some]
+        node, sample = row_program.Call(lambda rows: rows[:, some], (node,)), sample[:, some]
     return logits.like(node, sample, shape, place, is_view=True)
 
 
@@ -314,7 +312,7 @@ def _take(logits: LazyLogits, numbers: Tensor) -> LazyLogits:
         some = rows.reshape(-1, rows.shape[-1]).index_select(0, numbers.flatten())
         return some.view(*numbers.shape, rows.shape[-1])
 
-    return logits.like(map_rows(logits.node, take), logits.sample, numbers.shape, is_view=False)
+    return logits.like(row_program.map_rows(logits.node, take), logits.sample, numbers.shape, is_view=False)
 
 
 def cut_off(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -335,7 +333,7 @@ def each(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return first
     _require(isinstance(sample, Tensor) and sample.shape == first.sample.shape and sample.device == first.device)
     nodes = {name: node for name, (node, _) in named.items()}
-    call = Call(func, [node for node, _ in pairs], nodes, read_autocast(first.device.type))
+    call = row_program.Call(func, [node for node, _ in pairs], nodes, row_program.read_autocast(first.device.type))
     return first.like(call, sample, first.lead, first.class_dim, is_view=False)
 
 
@@ -348,12 +346,12 @@ def _beside(value: Any, logits: LazyLogits) -> tuple[Any, Any]:
         _require(value.lead == lead and value.class_dim == logits.class_dim)
         return value.node, value.sample
     if not value.dim():
-        return Leaf(value, has_rows=False), value
+        return row_program.Leaf(value, has_rows=False), value
     _require(_is_last(logits) and value.dim() <= logits.ndim and value.shape[-1] in (1, num_classes))
     if value.numel() == value.shape[-1]:  # [1, V]: not a copy for each token
-        return Leaf(value.flatten(), has_rows=False), value.flatten()
+        return row_program.Leaf(value.flatten(), has_rows=False), value.flatten()
     _require(all(size in (1, other) for size, other in zip(value.shape[-2::-1], lead[::-1], strict=False)))
-    return Leaf(value.expand(*lead, value.shape[-1]), has_rows=True), value.new_empty(0, value.shape[-1])
+    return row_program.Leaf(value.expand(*lead, value.shape[-1]), has_rows=True), value.new_empty(0, value.shape[-1])
 
 
 def normalise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -380,7 +378,7 @@ def reduce(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     is_kept = bool(named.pop("keepdim", name in _PARAMETERS))
     if isinstance(named.get("index"), Tensor):
         _require(_is_last(logits) and named["index"].shape[:-1] == logits.lead)
-        named["index"] = Leaf(named["index"], has_rows=True)
+        named["index"] = row_program.Leaf(named["index"], has_rows=True)
     if name not in _PARAMETERS:
         named["keepdim"] = True
     found = [one.view(*logits.lead, -1) for one in logits.reduce(getattr(torch, name), logits.node, dim=-1, **named)]
@@ -405,7 +403,7 @@ def classify(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     _require(not is_soft or func.__name__ == "cross_entropy")
     weight = named.pop("weight", None)
     if weight is not None:
-        named["weight"] = Leaf(weight, has_rows=False)
+        named["weight"] = row_program.Leaf(weight, has_rows=False)
     with torch.no_grad():  # under autocast another than that of the logits
         dtype = func(logits.sample, torch.empty(0, dtype=torch.int64, device=logits.device), reduction="sum").dtype
     function = partial(_classify, getattr(F, func.__name__))
@@ -435,7 +433,7 @@ def _reduce_losses(
 
 def _row_node(value: Tensor) -> Any:
     _require(not isinstance(value, LazyLogits) or _is_last(value))
-    return value.node if isinstance(value, LazyLogits) else Leaf(value, has_rows=True)
+    return value.node if isinstance(value, LazyLogits) else row_program.Leaf(value, has_rows=True)
 
 
 def _classify(function: Any, logits: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> Tensor:

@@ -30,28 +30,23 @@ from lightning_vram.memory.storages import NO_VERSION, storage_address, version_
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names.dispatcher import FakeTensor, hide_from_dynamo, without_dispatch
 from lightning_vram.private_names.torch import base_of, is_view, num_writes, without_autocast
-from lightning_vram.techniques.in_place_fusion.recipes import (
-    Dropped,
-    MaskBits,
-    MaskValue,
-    Recipe,
-    Saved,
-    Value,
-)
+from lightning_vram.techniques.in_place_fusion import recipes
 from lightning_vram.techniques.in_place_fusion.recorder import COPIED_BYTES, RecipeRecorder
 
 _MAX_STEPS = 400  # values looked at to find the ends of one recipe: long chains of views end here
 _MAX_LEVELS = 100  # of recursion
 
 
-def find_sources(value: Value, max_depth: int) -> tuple[list[Value], int] | None:
+def find_sources(value: recipes.Value, max_depth: int) -> tuple[list[recipes.Value], int] | None:
     """Return the ends of the recipe of ``value`` and its depth in operators; ``None`` if above ``max_depth``."""
-    sources: list[Value] = []
+    sources: list[recipes.Value] = []
     depth = _find(value, max_depth, sources, {}, 0)
     return (sources, depth) if depth <= max_depth else None
 
 
-def _find(value: Value, max_depth: int, sources: list[Value], depths: dict[int, int], level: int) -> int:
+def _find(
+    value: recipes.Value, max_depth: int, sources: list[recipes.Value], depths: dict[int, int], level: int
+) -> int:
     key = id(value)
     if key in depths:
         return depths[key]
@@ -71,7 +66,7 @@ def _find(value: Value, max_depth: int, sources: list[Value], depths: dict[int, 
     return depth
 
 
-def _outlived_its_base(value: Value) -> bool:
+def _outlived_its_base(value: recipes.Value) -> bool:
     """Whether it is a view of a costly result that nobody names any more: as of ``linear`` on ``[B, T, D]``."""
     recipe = value.recipe
     if recipe is None or recipe.depth > 0 or value() is None:
@@ -85,7 +80,7 @@ def _outlived_its_base(value: Value) -> bool:
 # What follows must be called without gradients and outside of autocast.
 
 
-def restore(dropped: Dropped) -> Tensor:
+def restore(dropped: recipes.Dropped) -> Tensor:
     """Recompute a tensor, once for all that wait. Raises ``RuntimeError`` as autograd does if it was overwritten."""
     properties.check_version(dropped.counter, dropped.version, dropped.shape)
     if dropped.num_waiting == 0:
@@ -97,7 +92,7 @@ def restore(dropped: Dropped) -> Tensor:
     return tensor
 
 
-def gives_same_bits(value: Value, tensor: Tensor) -> bool:
+def gives_same_bits(value: recipes.Value, tensor: Tensor) -> bool:
     """Whether ``value``, recomputed, is bitwise identical to ``tensor``, in the same strides."""
     rebuilding = _Rebuilding(value, is_trial=True)
     again = rebuilding.make(value)
@@ -111,7 +106,7 @@ def gives_same_bits(value: Value, tensor: Tensor) -> bool:
 class _Rebuilding:
     """One walk back to the ends; what it needs more than once is recomputed once. A trial leaves no caches behind."""
 
-    def __init__(self, value: Value, *, is_trial: bool) -> None:
+    def __init__(self, value: recipes.Value, *, is_trial: bool) -> None:
         self.is_exact = True  # nothing was read that was saved with a loss
         self._is_trial = is_trial
         self._num_uses: Counter[int] = Counter()
@@ -119,7 +114,7 @@ class _Rebuilding:
         self._count(value)
         self._is_shared = {key for key, num_uses in self._num_uses.items() if num_uses > 1}
 
-    def make(self, value: Value) -> Tensor:
+    def make(self, value: recipes.Value) -> Tensor:
         """Return the tensor of ``value``."""
         key = id(value)
         self._num_uses[key] -= 1
@@ -138,7 +133,7 @@ class _Rebuilding:
             self._made.pop(key, None)
         return tensor
 
-    def _count(self, value: Value) -> None:
+    def _count(self, value: recipes.Value) -> None:
         self._num_uses[id(value)] += 1
         if self._num_uses[id(value)] > 1 or value.recipe is None or value.find_saved() is not None:
             return
@@ -147,7 +142,7 @@ class _Rebuilding:
             for source in value.recipe.inputs:
                 self._count(source)
 
-    def _run(self, value: Value) -> Tensor:
+    def _run(self, value: recipes.Value) -> Tensor:
         recipe = value.recipe
         assert recipe is not None, "a recipe ended on a value that was not saved"
         function = in_place_form(recipe.function) if self._is_made_for(recipe) else None
@@ -164,14 +159,14 @@ class _Rebuilding:
         return result[value.index]  # type: ignore[no-any-return]
 
     def _fill(self, arg: Any) -> Any:
-        if isinstance(arg, Value):
+        if isinstance(arg, recipes.Value):
             return self.make(arg)
         return [self._fill(item) for item in arg] if type(arg) is list else arg
 
-    def _is_made_for(self, recipe: Recipe) -> bool:
+    def _is_made_for(self, recipe: recipes.Recipe) -> bool:
         """Whether the first input is recomputed for this recipe alone."""
         source = recipe.args[0] if recipe.args else None
-        if not isinstance(source, Value) or source.recipe is None or source.recipe.depth == 0:
+        if not isinstance(source, recipes.Value) or source.recipe is None or source.recipe.depth == 0:
             return False
         if source.recipe.strides is not None or recipe.strides is not None:
             return False
@@ -274,14 +269,14 @@ class Recomputation(SavedTensorStage):
     @override
     @hide_from_dynamo
     def _unpack(self, packed: Any) -> Tensor:
-        if type(packed) is Saved and packed.taken is None:
+        if type(packed) is recipes.Saved and packed.taken is None:
             return packed.restore()
         if type(packed) is tuple or isinstance(packed, Tensor):
             return unpack(packed)
         with self._recorder.paused(), torch.no_grad(), without_autocast():
-            return restore(packed) if isinstance(packed, Dropped) else packed.restore()
+            return restore(packed) if isinstance(packed, recipes.Dropped) else packed.restore()
 
-    def _decide(self, value: Value, tensor: Tensor) -> Any:
+    def _decide(self, value: recipes.Value, tensor: Tensor) -> Any:
         if (saved := value.find_saved()) is not None:
             return saved
         dropped, recipe = value.find_dropped(), value.recipe
@@ -295,23 +290,23 @@ class Recomputation(SavedTensorStage):
         dropped.num_waiting += 1
         return dropped
 
-    def _keep(self, value: Value, tensor: Tensor) -> Saved:
+    def _keep(self, value: recipes.Value, tensor: Tensor) -> recipes.Saved:
         if value.recipe is not None:
             value.recipe.held = None
         base = base_of(tensor) if is_view(tensor) else None
         is_lasting = self._is_free(value, base if base is not None else tensor)
         with self._recorder.paused(), torch.no_grad(), without_autocast(), saving(tensor):
-            if isinstance(value, MaskValue) and (value.is_scaled or tensor.nbytes >= self._min_bytes):
-                taken: StoredTensor | None = MaskBits(tensor, self.hand_on)
+            if isinstance(value, recipes.MaskValue) and (value.is_scaled or tensor.nbytes >= self._min_bytes):
+                taken: StoredTensor | None = recipes.MaskBits(tensor, self.hand_on)
             else:
                 taken = self.hand_on(tensor) if not is_lasting else None
-            saved = Saved(tensor, taken)
+            saved = recipes.Saved(tensor, taken)
         self._recorder.watch(value, saved)
         if not is_lasting:
             self.report.kept_bytes += saved.num_bytes
         return saved
 
-    def _drop(self, value: Value, tensor: Tensor) -> Dropped | None:
+    def _drop(self, value: recipes.Value, tensor: Tensor) -> recipes.Dropped | None:
         recipe = value.recipe
         assert recipe is not None
         fates = self._fates.setdefault(recipe.identify(), {})
@@ -334,7 +329,7 @@ class Recomputation(SavedTensorStage):
                 return None
         recipe.held = None
         self._recorder.mark_used(value)
-        dropped = Dropped(
+        dropped = recipes.Dropped(
             value, sources, found[1], properties.version_counter(tensor), num_writes(tensor), tensor.shape
         )
         value.dropped = weakref.ref(dropped)
@@ -343,16 +338,16 @@ class Recomputation(SavedTensorStage):
             self.report.num_dropped += 1
         return dropped
 
-    def _is_free(self, value: Value, tensor: Tensor) -> bool:
+    def _is_free(self, value: recipes.Value, tensor: Tensor) -> bool:
         """Whether the memory of ``value`` stays anyway, ``tensor`` being its tensor or what that is a view of."""
         return type(tensor) in properties.PARAMETER_CLASSES or value.address in self._buffers
 
-    def _can_hold(self, source: Value, origin: Tensor) -> bool:
+    def _can_hold(self, source: recipes.Value, origin: Tensor) -> bool:
         """Whether a recipe can end here, on what is not saved or dropped: it is still there as it was."""
         is_lasting = not (self._recorder.parameters_move and type(origin) in properties.PARAMETER_CLASSES)
         return is_lasting and properties.is_strided(origin) and NO_VERSION != source.version == version_of(origin)
 
-    def _is_worth_it(self, sources: Iterable[Value], tensor: Tensor, recipe: Recipe) -> bool:
+    def _is_worth_it(self, sources: Iterable[recipes.Value], tensor: Tensor, recipe: recipes.Recipe) -> bool:
         """Whether what would be saved for these sources alone is less than ``tensor``."""
         cost = 0
         for source in sources:
@@ -367,7 +362,7 @@ class Recomputation(SavedTensorStage):
             return recipe.function is torch.ops.aten.cat.default or family_of(recipe.function) is Family.VIEW
         return cost < tensor.nbytes or cost == 0
 
-    def _owns_memory(self, recipe: Recipe) -> bool:
+    def _owns_memory(self, recipe: recipes.Recipe) -> bool:
         """Whether a result is more than a view of what is saved anyway or counts as dropped already."""
         if recipe.depth > 0:
             return True
@@ -378,11 +373,11 @@ class Recomputation(SavedTensorStage):
         is_free = origin is not None and self._is_free(base, origin)
         return not is_free and base.find_saved() is None and base.find_dropped() is None
 
-    def _hold_all(self, sources: Iterable[Value]) -> list[Saved | Dropped] | None:
+    def _hold_all(self, sources: Iterable[recipes.Value]) -> list[recipes.Saved | recipes.Dropped] | None:
         """Return what keeps each source for recipes to end on; ``None`` if one is gone."""
-        held: list[Saved | Dropped] = []
+        held: list[recipes.Saved | recipes.Dropped] = []
         for source in sources:
-            holder: Saved | Dropped | None = source.find_saved() or source.find_dropped()
+            holder: recipes.Saved | recipes.Dropped | None = source.find_saved() or source.find_dropped()
             if holder is None:
                 origin = source()
                 if origin is None or not self._can_hold(source, origin):
@@ -391,12 +386,12 @@ class Recomputation(SavedTensorStage):
                 if source.address in self._buffers and origin.nbytes <= COPIED_BYTES:
                     with self._recorder.paused(), torch.no_grad():
                         holder.copy()  # a buffer may be moved between the step and its backward
-            if not isinstance(holder, Dropped):
+            if not isinstance(holder, recipes.Dropped):
                 holder.is_end = True
             held.append(holder)
         return held
 
-    def _hold_inputs(self, value: Value) -> list[Saved | Dropped] | None:
+    def _hold_inputs(self, value: recipes.Value) -> list[recipes.Saved | recipes.Dropped] | None:
         """Keep what a growing operator read until its result is saved, if the result would be dropped then."""
         tensor, recipe = value(), value.recipe
         found = find_sources(value, self._max_depth)
@@ -404,7 +399,7 @@ class Recomputation(SavedTensorStage):
             return None
         return self._hold_all(found[0]) if self._is_worth_it(found[0], tensor, recipe) else None
 
-    def _compare(self, value: Value, tensor: Tensor) -> _Fate:
+    def _compare(self, value: recipes.Value, tensor: Tensor) -> _Fate:
         if self._verify == "never" or tensor.is_meta:
             return _Fate.DROPPED
         with self._recorder.paused(), torch.no_grad(), without_autocast():

@@ -21,21 +21,12 @@ from lightning_vram.memory.storages import NO_VERSION, storage_address, version_
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber
 from lightning_vram.private_names import dispatcher
 from lightning_vram.private_names.torch import count_storage_users, num_writes, storage_identity
-from lightning_vram.techniques.in_place_fusion.recipes import (
-    CopyValue,
-    Dropped,
-    MaskValue,
-    Recipe,
-    Saved,
-    Value,
-    batch_norm,
-    dropout,
-    note_draw,
-)
+from lightning_vram.techniques.in_place_fusion import recipes
+from lightning_vram.techniques.in_place_fusion.recipes import dropout
 
 COPIED_BYTES = 64 * 1024  # weights of norms and small buffers; what is larger is not copied to rebuild from it
 MAX_HELD = 4  # recipes whose inputs are held at a time
-HoldInputs = Callable[[Value], list[Saved | Dropped] | None]
+HoldInputs = Callable[[recipes.Value], list[recipes.Saved | recipes.Dropped] | None]
 
 
 class RecipeRecorder(OperatorSubscriber):
@@ -46,14 +37,14 @@ class RecipeRecorder(OperatorSubscriber):
         self.hold_inputs = hold_inputs  # keeps what a growing operator read, if that is worth it
         self.parameters_move = False  # freed between the layers' forwards: recipes then end on copies of small ones
         self.position = 0  # number of the cheap or writing operator that ran last
-        self.held: deque[Recipe] = deque()  # what they read, until the result is saved
+        self.held: deque[recipes.Recipe] = deque()  # what they read, until the result is saved
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
-        self._values: dict[int, Value] = {}  # by id of the tensor, which may be gone and its id be another's
-        self._new: list[Value] = []  # not yet in the next
-        self._by_address: dict[int, list[Value]] = {}
-        self._saved: dict[int, list[weakref.ref[Saved]]] = {}  # by address of the storage; outlive the run
+        self._values: dict[int, recipes.Value] = {}  # by id of the tensor, which may be gone and its id be another's
+        self._new: list[recipes.Value] = []  # not yet in the next
+        self._by_address: dict[int, list[recipes.Value]] = {}
+        self._saved: dict[int, list[weakref.ref[recipes.Saved]]] = {}  # by address of the storage; outlive the run
         self._program = 0, 0
-        self._learned: list[Recipe] | None = []  # all recipes of this run
+        self._learned: list[recipes.Recipe] | None = []  # all recipes of this run
         self._useless: dict[int, Any] = {}  # position -> operator
 
     @override
@@ -92,7 +83,7 @@ class RecipeRecorder(OperatorSubscriber):
         self.position = 0
         return is_another
 
-    def mark_used(self, value: Value) -> None:
+    def mark_used(self, value: recipes.Value) -> None:
         """Note that ``value`` will be recomputed, so that its recipe is recorded in later runs too."""
         waiting = [value] if self._learned is not None else []
         while waiting:
@@ -101,15 +92,17 @@ class RecipeRecorder(OperatorSubscriber):
                 recipe.is_used = True
                 waiting.extend(recipe.inputs)
 
-    def recipe(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, depth: int = 1) -> Recipe:
+    def recipe(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, depth: int = 1
+    ) -> recipes.Recipe:
         """Make the recipe of a call."""
-        inputs: list[Value] = []
-        recipe = Recipe(function, self.with_values(args, inputs), kwargs, inputs, self.position, depth)
+        inputs: list[recipes.Value] = []
+        recipe = recipes.Recipe(function, self.with_values(args, inputs), kwargs, inputs, self.position, depth)
         if self._learned is not None:
             self._learned.append(recipe)
         return recipe
 
-    def with_values(self, args: Sequence[Any], inputs: list[Value]) -> tuple[Any, ...]:
+    def with_values(self, args: Sequence[Any], inputs: list[recipes.Value]) -> tuple[Any, ...]:
         """Return ``args`` with values in the place of tensors, which are added to ``inputs``."""
         filled: list[Any] = []
         for arg in args:
@@ -125,7 +118,7 @@ class RecipeRecorder(OperatorSubscriber):
             filled.append(arg)
         return tuple(filled)
 
-    def find(self, tensor: Tensor) -> Value | None:
+    def find(self, tensor: Tensor) -> recipes.Value | None:
         """Return the value of ``tensor`` as it is now, if it is known."""
         value = self._values.get(id(tensor))
         if value is None or value() is not tensor or value.version == NO_VERSION:
@@ -135,7 +128,7 @@ class RecipeRecorder(OperatorSubscriber):
             return None  # written to, or its ``.data`` set
         return value
 
-    def value_of(self, tensor: Tensor) -> Value:
+    def value_of(self, tensor: Tensor) -> recipes.Value:
         """Return the value of ``tensor`` as it is now."""
         value = self.find(tensor)
         if value is None:
@@ -147,12 +140,12 @@ class RecipeRecorder(OperatorSubscriber):
     def note(
         self,
         tensor: Tensor,
-        recipe: Recipe | None,
+        recipe: recipes.Recipe | None,
         version: int | None = None,
         index: int = 0,
         on_death: Callable[[Any], None] | None = None,
-        kind: type[Value] = Value,
-    ) -> Value:
+        kind: type[recipes.Value] = recipes.Value,
+    ) -> recipes.Value:
         """Make the value of ``tensor``, result number ``index`` of ``recipe``. ``version=None``: its present one."""
         value = kind(tensor, on_death)
         value.recipe = recipe
@@ -164,7 +157,7 @@ class RecipeRecorder(OperatorSubscriber):
         self._new.append(value)
         return value
 
-    def watch(self, value: Value, saved: Saved) -> None:
+    def watch(self, value: recipes.Value, saved: recipes.Saved) -> None:
         """Remember that ``saved`` holds ``value``, and protect it from writes once a recipe ends on it."""
         value.saved = weakref.ref(saved)
         self._saved.setdefault(value.address, []).append(value.saved)
@@ -205,7 +198,11 @@ _SCALINGS = frozenset({aten.mul_.Tensor, aten.div_.Tensor, aten.mul_.Scalar, ate
 
 
 def _elementwise(
-    notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, kind: type[Value] = Value
+    notes: RecipeRecorder,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    kind: type[recipes.Value] = recipes.Value,
 ) -> Any:
     are_tensors = len(args) > 1 and isinstance(args[1], Tensor) and isinstance(args[0], Tensor)  # not ``2 ** x``
     if are_tensors and args[0].dtype is not args[1].dtype:
@@ -254,7 +251,7 @@ def _growing(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: di
 
 def _copy_of(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     is_layout = kwargs and args[0].requires_grad  # ``contiguous`` and ``reshape`` name a memory format
-    return _elementwise(notes, func, args, kwargs, Value if is_layout else CopyValue)
+    return _elementwise(notes, func, args, kwargs, recipes.Value if is_layout else recipes.CopyValue)
 
 
 def _several_results(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -287,10 +284,10 @@ def _batch_norm(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs:
     elif statistics:  # copies: whoever moves them later does not tell
         with notes.paused():
             others = (*(statistic.clone() for statistic in statistics), *args[5:])
-    inputs: list[Value] = []
+    inputs: list[recipes.Value] = []
     function = aten.native_batch_norm.default if func is dispatcher.BATCH_NORM else func
     filled = (function, running, *notes.with_values(args[:3], inputs), *others)
-    recipe = Recipe(batch_norm, filled, kwargs, inputs, notes.position)
+    recipe = recipes.Recipe(recipes.batch_norm, filled, kwargs, inputs, notes.position)
     results = notes.run(func, (), args, kwargs)
     notes.note(results[0], recipe)
     return results
@@ -300,13 +297,15 @@ def _native_dropout(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwa
     source, probability, train = args[0], args[1], args[2] if len(args) > 2 else True
     if train is False:
         return _several_results(notes, func, args, kwargs)
-    draw = note_draw(func, source, probability) if notes.dropout == "replay" else None
+    draw = recipes.note_draw(func, source, probability) if notes.dropout == "replay" else None
     of_source = notes.value_of(source)
     result, mask = notes.run(func, (), args, kwargs)
-    of_mask = notes.note(mask, draw, num_writes(mask), 1, kind=MaskValue)
+    of_mask = notes.note(mask, draw, num_writes(mask), 1, kind=recipes.MaskValue)
     of_mask.is_scaled = False  # type: ignore[attr-defined]
     notes.position += 1
-    notes.note(result, Recipe(dropout, (of_source, of_mask, probability), None, [of_source, of_mask], notes.position))
+    notes.note(
+        result, recipes.Recipe(dropout, (of_source, of_mask, probability), None, [of_source, of_mask], notes.position)
+    )
     return result, mask
 
 
@@ -315,9 +314,9 @@ def _bernoulli(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: 
     generator = kwargs.get("generator") if kwargs else None
     probability = args[1] if len(args) > 1 else (kwargs or {}).get("p", 0.5)
     notes.before_write(mask)
-    draw = note_draw(func, mask, probability, generator) if notes.dropout == "replay" else None
+    draw = recipes.note_draw(func, mask, probability, generator) if notes.dropout == "replay" else None
     result = notes.run(func, (), args, kwargs)
-    value = notes.note(mask, draw, num_writes(mask) + 1, kind=MaskValue)
+    value = notes.note(mask, draw, num_writes(mask) + 1, kind=recipes.MaskValue)
     value.is_scaled = False  # type: ignore[attr-defined]
     return result
 
@@ -330,15 +329,15 @@ def _in_place(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: d
         return notes.run(func, (), args, kwargs)
     recipe = None
     if (before.recipe is not None or before.find_saved() is not None or before.is_mask) and _keeps_dtype(args):
-        inputs: list[Value] = []
-        recipe = Recipe(
+        inputs: list[recipes.Value] = []
+        recipe = recipes.Recipe(
             operators.functional_form(func), notes.with_values(args, inputs), kwargs, inputs, notes.position
         )
         recipe.strides = target.stride()
     notes.before_write(target)
     result = notes.run(func, (), args, kwargs)
     version = num_writes(target) + 1  # autograd counts the write after this returns
-    if recipe is not None and isinstance(before, MaskValue) and before.recipe is None:
+    if recipe is not None and isinstance(before, recipes.MaskValue) and before.recipe is None:
         if func in _SCALINGS and _is_scale(args[1], target.dtype):
             before.version = version  # the zeros of the mask are still there to be read
             before.is_scaled = True
