@@ -60,7 +60,7 @@ def test_on_cuda_auto_is_what_is_installed_and_can(installed, bits, optimizer, c
 
     monkeypatch.setattr(library_moments, "find_spec", lambda name: name if name in installed else None)
     one = optimizer([torch.nn.Parameter(torch.ones(2))])
-    monkeypatch.setattr(library_moments, "iterate_parameters", lambda optimizer: [OnCuda(torch.ones(2))])
+    monkeypatch.setattr(library_moments.rounds, "iterate_parameters", lambda optimizer: [OnCuda(torch.ones(2))])
     form = form_of("auto", FORMS[f"{bits}bit"], one)
     assert getattr(form, "library", "own") == chosen
     assert form.bits == bits

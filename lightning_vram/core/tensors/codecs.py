@@ -242,7 +242,7 @@ class LowBitTensor(Tensor):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of its memory."""
-        return self.records.nbytes
+        return sum(getattr(self, name).nbytes for name in self.__tensor_flatten__()[0])
 
     def decode(self) -> Tensor:
         """Return the values, in new memory."""

@@ -300,7 +300,7 @@ def test_layers_without_memory_are_refused_under_fsdp2(make_trainer):
 
 
 def test_a_torch_that_shards_no_integers_is_refused(make_trainer, monkeypatch):
-    monkeypatch.setattr(callback, "shards_integers", False)
+    monkeypatch.setattr(callback.fsdp2, "shards_integers", False)
     message = (
         f"QuantizeFrozenWeights with ForkingOffload needs torch >= 2.13, got {torch.__version__}, whose FSDP2 shards "
         "no integers: use 'ddp' or a single device."

@@ -38,8 +38,8 @@ def play_products(monkeypatch, *, kept, peak):
             now = 1000 + RESULT_BYTES + kept
             return AllocatorBytes(now, now, 1000 + RESULT_BYTES + peak, now)
 
-    monkeypatch.setattr(workspaces, "PeakWatch", Watch)
-    monkeypatch.setattr(workspaces, "read_allocator", lambda device: AllocatorBytes(1000, 0, 0, 0))
+    monkeypatch.setattr(workspaces.accelerators, "PeakWatch", Watch)
+    monkeypatch.setattr(workspaces.accelerators, "read_allocator", lambda device: AllocatorBytes(1000, 0, 0, 0))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
 
 
@@ -70,8 +70,8 @@ def play_driver(monkeypatch, used, reserved):
             return 24 * GIB - used, 24 * GIB
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
-    monkeypatch.setattr(workspaces, "empty_cache", lambda device: 0)
-    monkeypatch.setattr(workspaces, "read_allocator", lambda device: AllocatorBytes(0, reserved, 0, 0))
+    monkeypatch.setattr(workspaces.accelerators, "empty_cache", lambda device: 0)
+    monkeypatch.setattr(workspaces.accelerators, "read_allocator", lambda device: AllocatorBytes(0, reserved, 0, 0))
 
 
 def test_the_context_is_what_is_used_and_not_reserved(monkeypatch):
@@ -93,10 +93,10 @@ def test_other_processes_on_the_card_are_an_error(monkeypatch):
 
 def test_formats_that_the_card_lacks_are_not_measured(small, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    monkeypatch.setattr(workspaces, "has_native_bf16", lambda kind: False)
+    monkeypatch.setattr(workspaces.accelerators, "has_native_bf16", lambda kind: False)
     old = DeviceSpec("old", GIB, capability=(7, 5))
     assert set(workspaces._measure_products(CPU, old)) == {"fp32", "fp16"}
-    monkeypatch.setattr(workspaces, "has_native_bf16", lambda kind: True)
+    monkeypatch.setattr(workspaces.accelerators, "has_native_bf16", lambda kind: True)
     new = replace(old, capability=(8, 0))
     assert set(workspaces._measure_products(CPU, new)) == {"fp32", "tf32", "fp16", "bf16"}
     assert set(workspaces._measure_products(CPU, replace(old, capability=None))) == {"fp32", "fp16", "bf16"}
@@ -127,7 +127,7 @@ def test_rates_are_bytes_and_operations_over_time(monkeypatch):
 def test_what_is_measured_is_told_before_it_is(monkeypatch):
     told = []
     monkeypatch.setattr(workspaces, "describe_this_device", lambda: DeviceSpec("this", GIB))
-    monkeypatch.setattr(workspaces, "current_kind", lambda: "cpu")
+    monkeypatch.setattr(workspaces.accelerators, "current_kind", lambda: "cpu")
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     measured = {"_measure_workspace": (0, False), "_measure_memory": 1.0, "measure_bus": 1.0, "_measure_context": 0}
     for name, value in {**measured, "_measure_products": {}}.items():

@@ -116,7 +116,7 @@ def test_gradients_that_come_in_two_threads_begin_one_step(fit, monkeypatch):
     expected, is_begun, rounds = fit(device_bytes=0.3, gradient_clip_val=None), threading.Semaphore(0), []
     landed = on_host.HostOptimizers._landed
 
-    class SlowRound(on_host.StepRound):
+    class SlowRound(on_host.rounds.StepRound):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             rounds.append(threading.get_ident())
             is_begun.release()
@@ -128,7 +128,7 @@ def test_gradients_that_come_in_two_threads_begin_one_step(fit, monkeypatch):
             is_begun.acquire(timeout=10)
         landed(self, group)
 
-    monkeypatch.setattr(on_host, "StepRound", SlowRound)
+    monkeypatch.setattr(on_host.rounds, "StepRound", SlowRound)
     monkeypatch.setattr(on_host.HostOptimizers, "_landed", land)
     ours = fit(device_bytes=0.3, gradient_clip_val=None)
     assert len(rounds) == STEPS
