@@ -236,6 +236,7 @@ def naming_disk_errors() -> Generator[None, None, None]:
 
 
 _MAX_REASON = 200
+_CLASS = re.compile(r"GLOBAL ([\w.]+)")  # in the message of torch.load(weights_only=True)
 # clear by themselves: a missing class, the disk; Ctrl-C is no damage
 _CLEAR = (AttributeError, CheckpointError, ImportError, KeyboardInterrupt, MemoryError, OSError)
 
@@ -254,9 +255,15 @@ def explained(read: Callable[[], Any], name: str) -> Any:
     except (Exception, CheckpointException) as error:
         # torch.distributed.checkpoint collects errors of all ranks
         first = error.failures[min(error.failures)][0] if isinstance(error, CheckpointException) else error
-        is_refused = isinstance(first, pickle.UnpicklingError) and "GLOBAL" in str(first)  # by weights_only=True
-        if is_refused or isinstance(first, _CLEAR):
+        if isinstance(first, _CLEAR):
             raise first from error
+        found = _CLASS.search(str(first)) if isinstance(first, pickle.UnpicklingError) else None
+        if found:
+            raise pickle.UnpicklingError(
+                f"{name} contains {found[1]}, and weights_only=True, the default, loads only tensors and basic types. "
+                "If you trust its source: trainer.fit(..., weights_only=False), or allow the class with "
+                "torch.serialization.add_safe_globals."
+            ) from error
         reason = str(first).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0][:_MAX_REASON]
         raise CheckpointError(f"{name} is damaged or not a checkpoint ({type(first).__name__}: {reason})") from error
 
