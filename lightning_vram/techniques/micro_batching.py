@@ -199,7 +199,12 @@ class MicroBatchSizes:
         fit = self._fits.get(shape)
         self._tried = None
         if fit is None:
-            fit = self._fits[shape] = _Fit(self._first_guess(num_samples, num_elements))
+            guess: int | None = None
+            if self._failing_elements is not None and num_elements >= self._failing_elements:
+                guess = num_samples
+                while guess > 1 and guess * num_elements >= self._failing_elements * num_samples:
+                    guess = (guess + 1) // 2
+            fit = self._fits[shape] = _Fit(guess)
             if len(self._fits) > _MAX_SHAPES:
                 del self._fits[next(iter(self._fits))]
         elif fit.size is not None and self._patience is not None and fit.num_good >= self._patience:
@@ -237,14 +242,6 @@ class MicroBatchSizes:
         self._failing_elements = state["failing_elements"]
         if self._regrow_after is not None:
             self._patience = state["patience"] or self._regrow_after
-
-    def _first_guess(self, num_samples: int, num_elements: int) -> int | None:
-        if self._failing_elements is None or num_elements < self._failing_elements:
-            return None
-        size = num_samples
-        while size > 1 and size * num_elements >= self._failing_elements * num_samples:
-            size = (size + 1) // 2
-        return size
 
 
 _WHOLE = 2**62  # samples; larger than any batch

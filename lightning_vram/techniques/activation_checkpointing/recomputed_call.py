@@ -231,7 +231,9 @@ class OperatorTrace(OperatorSubscriber):
     def on_operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         output = self.run(func, types, args, kwargs)
         is_inner = current_graph_task_id() != self._backward  # a backward inside of the layer
-        if is_inner or _is_passed_over(func, types, args):
+        is_cast = func is TO_COPY and type(args[0]) in PARAMETER_CLASSES  # which autocast keeps
+        is_question = getattr(func, "namespace", "") == "prim" or str(func).startswith("aten.detach")  # or our own
+        if is_inner or is_cast or is_question or not PLAIN_TYPES.issuperset(types):
             return output
         first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         # An integer that is moved in place goes on in the second run, as norms count their batches.
@@ -257,14 +259,6 @@ class OperatorTrace(OperatorSubscriber):
             raise recomputed_saves.RecomputationError(f"{place} was {was} and is {now}")
         if expected_sample is not None and not recomputed_saves.is_close(expected_sample, sample):
             raise recomputed_saves.RecomputationError(f"{place}, {function}, returned other values than it returns now")
-
-
-def _is_passed_over(func: Any, types: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operator is the checkpoint's own, a mere question, a cast that autocast keeps, or of a subclass."""
-    if not PLAIN_TYPES.issuperset(types):
-        return True
-    is_cast = func is TO_COPY and type(args[0]) in PARAMETER_CLASSES
-    return is_cast or getattr(func, "namespace", "") == "prim" or str(func).startswith("aten.detach")
 
 
 def _describe(output: Any) -> tuple[str, ...]:

@@ -334,7 +334,9 @@ class CompressionStage(SavedTensorStage):
             self._shrink_pending()
         is_lossy = self._lossy is not None and self._may_be_lossy(tensor, self._lossy)
         made = self._find_shared(tensor, memory, is_lossy=is_lossy) if memory.made else None
-        if made is None and tensor.nbytes >= self._min_bytes and _is_whole_memory(tensor):
+        is_plain = not tensor.is_conj() and not tensor.is_neg()
+        is_whole = tensor.untyped_storage().nbytes() <= _MAX_SHARE * tensor.nbytes
+        if made is None and tensor.nbytes >= self._min_bytes and is_plain and is_whole:
             if self._lossless and self._saves_signs(tensor):
                 saved = Encoded(tensor, alias(tensor))
                 self._pending = memory, stream_id(tensor.device), weakref.ref(saved)
@@ -438,11 +440,6 @@ class CompressionStage(SavedTensorStage):
         if not memory.is_whole:
             memory.is_whole = True
             self.report.kept_bytes += num_bytes
-
-
-def _is_whole_memory(tensor: Tensor) -> bool:
-    is_plain = not tensor.is_conj() and not tensor.is_neg()
-    return is_plain and tensor.untyped_storage().nbytes() <= _MAX_SHARE * tensor.nbytes
 
 
 def _is_input_of_checkpoint() -> bool:

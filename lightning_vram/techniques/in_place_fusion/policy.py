@@ -205,22 +205,17 @@ def can_invert(link: Link) -> bool:
 
 def _run_norm(pair: Pair, input: Tensor) -> Tensor | None:
     norm, activation = pair.producer, pair.consumer
-    if not _is_recorded(norm, input):
+    if not (norm.training and torch.is_grad_enabled()) or is_transformed() or private.is_in_forward_ad():
+        return None
+    private.check_dimensions(norm, input)
+    is_needed = any(value is not None and value.requires_grad for value in (input, norm.weight, norm.bias))
+    if not is_needed or input.numel() <= input.shape[1]:  # the norm itself refuses one value per channel
         return None
     # In a backward a checkpoint must take the path of its forward, if that did the work of both.
     is_due = pair.num_forwards % CHECK_EVERY_N_FORWARDS == 0 and not (pair.num_forwards and is_in_backward())
     if is_due and not pair.is_off:
         pair.is_off = not _is_accurate(norm, input.dtype, activation)
     return None if pair.is_off else normalize_and_activate(input, norm, activation)
-
-
-def _is_recorded(norm: Any, input: Tensor) -> bool:
-    """Whether the norm trains, a gradient is recorded by autograd alone, and the norm would not refuse the input."""
-    if not (norm.training and torch.is_grad_enabled()) or is_transformed() or private.is_in_forward_ad():
-        return False
-    private.check_dimensions(norm, input)
-    is_needed = any(value is not None and value.requires_grad for value in (input, norm.weight, norm.bias))
-    return is_needed and input.numel() > input.shape[1]
 
 
 def _is_accurate(norm: Any, dtype: torch.dtype, activation: nn.Module) -> bool:

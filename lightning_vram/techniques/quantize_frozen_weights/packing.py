@@ -122,7 +122,12 @@ class Packing(NamedTuple):
     def decode(self, packed: Tensor, size: int, dtype: torch.dtype, library: Library = "own") -> Tensor:
         """Return the numbers, [size], decoded in parts."""
         if torch.compiler.is_compiling():
-            return self._decode_blocks(packed).to(dtype).view(-1)[:size]  # in one kernel
+            scales, codes = self._split(packed)
+            if self.bits == 8:
+                levels = codes.view(torch.int8).float().div_(_STEPS)
+            else:
+                levels = F.embedding(codes.int(), _pairs_for(codes)).view(len(packed), self.block_size)
+            return levels.mul_(scales).to(dtype).view(-1)[:size]  # in one kernel
         numbers = torch.empty(len(packed) * self.block_size, dtype=dtype, device=packed.device)
         blocks, rows = numbers.view(-1, self.block_size), self._rows_at_a_time(packed.device)
         by_library = decodes_by_library(library, *self, packed, dtype)
@@ -151,15 +156,6 @@ class Packing(NamedTuple):
             halves = tables[1].index_select(0, _to_cells(levels, _LEVEL_CELLS).view(-1)).view(len(blocks), -1, 2)
             codes = halves[..., 0] * 16 + halves[..., 1]
         return torch.cat([scales.view(torch.uint8), codes], 1)
-
-    def _decode_blocks(self, rows: Tensor) -> Tensor:
-        """Return float32 [num_blocks, block_size]."""
-        scales, codes = self._split(rows)
-        if self.bits == 8:
-            levels = codes.view(torch.int8).float().div_(_STEPS)
-        else:
-            levels = F.embedding(codes.int(), _pairs_for(codes)).view(len(rows), self.block_size)
-        return levels.mul_(scales)
 
     def _decode_into(self, numbers: Tensor, scales: Tensor, codes: Tensor) -> None:
         """Write into ``numbers`` [num_blocks, block_size], of any dtype."""

@@ -166,7 +166,9 @@ class QuantizedWeight(nn.Parameter):
         )
 
     def _compute(self, func: Callable[..., Any], input: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        dtype = _computing_dtype(input)
+        kind, dtype = input.device.type, input.dtype
+        if torch.is_autocast_enabled(kind) and dtype is not torch.float64:
+            dtype = torch.get_autocast_dtype(kind)
 
         def call() -> Any:
             return _call_with(lambda weight: weight.dequantize(dtype), func, args, kwargs)
@@ -322,11 +324,3 @@ def _call_with(
 ) -> Any:
     args, kwargs = private.tree_map_only(QuantizedWeight, read, (args, dict(kwargs)))
     return func(*args, **kwargs)
-
-
-def _computing_dtype(input: Tensor) -> torch.dtype:
-    """Return the dtype in which a layer uses its weight for ``input``."""
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind) and input.dtype is not torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return input.dtype
