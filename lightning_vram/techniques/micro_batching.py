@@ -223,8 +223,7 @@ class MicroBatchSizes:
 
     def note_success(self, shape: str, size: int | None, num_elements: int) -> None:
         """A batch ran through, in micro-batches of ``size``; ``None`` if it ran whole."""
-        fit = self._fits.setdefault(shape, _Fit(size))
-        fit.num_good += 1
+        self._fits.setdefault(shape, _Fit(size)).num_good += 1
         if self._tried == (shape, size):
             self._fits[shape] = _Fit(size, num_good=1)
             self._patience = self._regrow_after

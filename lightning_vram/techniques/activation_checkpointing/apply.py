@@ -154,8 +154,7 @@ def apply_activation_checkpointing(  # noqa: PLR0913 - the words of the callback
     with handle.all_or_none():
         parts: dict[nn.Module, dict[_Span | None, _Part]] = {}
         for layer in handle.selection.layers:
-            part = _Part(Recomputing(layer.title, save, determinism_check))
-            parts.setdefault(layer.module, {})[layer.span] = part
+            parts.setdefault(layer.module, {})[layer.span] = _Part(Recomputing(layer.title, save, determinism_check))
         for module, chosen in parts.items():
             _swap_class(handle, module, chosen)
     modules = set(handle.modules)
@@ -170,8 +169,7 @@ def apply_activation_checkpointing(  # noqa: PLR0913 - the words of the callback
 
 def _run(module: nn.Module, state: _State, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Stands in for ``module.forward``, which is ``original``."""
-    is_left_plain = torch.compiler.is_compiling() and not state.is_compilable
-    if is_left_plain or not torch.is_grad_enabled() or is_transformed():
+    if (torch.compiler.is_compiling() and not state.is_compilable) or not torch.is_grad_enabled() or is_transformed():
         return original(*args, **kwargs)
     if all(part.recomputing is None for part in state.parts.values()):
         return original(*args, **kwargs)
@@ -248,8 +246,7 @@ class _Operator:
 
     def profile(self, call: "_Call", base: Collection[int]) -> budget_plan.OperatorProfile:
         """A result that is overwritten, or made after the last that is saved, is never kept: it gains nothing."""
-        is_overwritten = self.counter is not None and version_of(self.counter) != self.version
-        if is_overwritten or self.num_saves == call.num_saves:
+        if self.num_saves == call.num_saves or (self.counter is not None and version_of(self.counter) != self.version):
             return budget_plan.OperatorProfile(self.name, 0, is_saved=True, cost=0.0)
         new = {number: size for number, size in (self.storages or {}).items() if number not in base}
         return budget_plan.OperatorProfile(self.name, sum(new.values()), new.keys() <= call.saved.keys(), self.cost)

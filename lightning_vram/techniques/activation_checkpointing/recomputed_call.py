@@ -93,8 +93,7 @@ class SavedArguments:
         for one, version in self._inner:
             if version_of(one) != version:
                 raise _overwritten(one.shape)
-        objects = _Copies()
-        leaves = []
+        objects, leaves = _Copies(), []
         for value in self._values:
             if isinstance(value, _Input | _FirstInput):
                 tensor = value.read()
@@ -104,8 +103,7 @@ class SavedArguments:
         for leaf, attributes in zip(leaves, self._attributes, strict=True):
             if attributes and not vars(leaf):  # a new object: a copy, or what saved-tensor hooks gave back
                 vars(leaf).update(attributes)
-        arguments: Arguments = self._rebuild(leaves)
-        return arguments
+        return self._rebuild(leaves)  # type: ignore[no-any-return]
 
 
 def _keep(leaf: Tensor, overwrites_inputs: bool | None) -> Any:  # noqa: FBT001
@@ -332,7 +330,7 @@ class _Call:
     def first(self, arguments: Arguments) -> Any:
         """Call the forward, and keep what the second run needs."""
         saves = recomputed_saves.RecomputedSaves(
-            self._again,
+            lambda run: self._state.run(partial(self._second, run)),
             self._places,
             self._error,
             compares_kinds=self._recomputing.determinism_check != "none",
@@ -350,9 +348,6 @@ class _Call:
             self._samples.settle()
         self._observation.num_kept = self._recording.settle() if self._recording is not None else 0
         return output
-
-    def _again(self, run: recomputed_saves.RecomputationHooks) -> None:
-        self._state.run(partial(self._second, run))
 
     def _second(self, run: recomputed_saves.RecomputationHooks) -> None:
         args, kwargs = self._kept.give(is_overwritten=self._observation.overwrites_inputs)
@@ -395,8 +390,7 @@ def call_recomputed(
     """Call ``forward`` and save its inputs only; the backward calls it again."""
     tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
     if observation.overwrites_inputs is None and any(map(is_lazy, tensors)):
-        args, kwargs = arguments
-        return forward(*args, **kwargs)  # draws its weights in this call, as a second run would not
+        return forward(*arguments[0], **arguments[1])  # draws its weights in this call, as a second run would not
     watch = recomputing.watch
     watching = watch.call(flatten_arguments(arguments)[0]) if watch is not None else nullcontext()
     with watching, exact_only:
@@ -423,8 +417,7 @@ def drop_empty_caches(layer: nn.Module, arguments: Arguments) -> Arguments:
             )
         return None
 
-    dropped: Arguments = tree_map(drop, arguments, is_leaf=_is_cache)
-    return dropped
+    return tree_map(drop, arguments, is_leaf=_is_cache)  # type: ignore[no-any-return]
 
 
 def _is_cache(value: Any) -> bool:

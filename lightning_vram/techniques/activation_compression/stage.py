@@ -107,8 +107,7 @@ def _unpack(bits: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
 def elements_of(tensor: Tensor) -> Tensor:
     """Return all elements of the memory of ``tensor``, [n]: a view."""
-    size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-    return tensor.as_strided((size,), (1,), 0)
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.dtype.itemsize,), (1,), 0)
 
 
 class EncodedStorage:
@@ -412,8 +411,8 @@ class CompressionStage(SavedTensorStage):
         if memory is None or saved is None or not isinstance(tensor := saved.source, Tensor):
             return
         with torch.no_grad(), without_autocast():
-            is_computed = stream == stream_id(tensor.device)  # in another, it may not be yet
-            made = self._encode(tensor, memory, pack_mask, "signs") if is_computed else None
+            # On another stream it may not be computed yet.
+            made = self._encode(tensor, memory, pack_mask, "signs") if stream == stream_id(tensor.device) else None
         if made is not None:
             saved.source = made
         else:

@@ -105,8 +105,7 @@ def _uncompiled(run: Run) -> Run:
     outside: Run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
 
     def choose(*args: Any, **kwargs: Any) -> Any:
-        chosen = outside if torch.compiler.is_compiling() else run
-        return chosen(*args, **kwargs)
+        return (outside if torch.compiler.is_compiling() else run)(*args, **kwargs)
 
     return choose
 
@@ -172,8 +171,7 @@ def _fold(convolution: Any, norm: Any) -> tuple[Tensor, Tensor]:
     shift = (bias.to(dtype) - mean if bias is not None else -mean) * scale
     if norm.bias is not None:
         shift = shift + norm.bias.to(dtype)
-    folded = weight.to(dtype) * scale.view(-1, *[1] * (weight.dim() - 1))
-    return folded.to(weight.dtype), shift.to(weight.dtype)
+    return (weight.to(dtype) * scale.view(-1, *[1] * (weight.dim() - 1))).to(weight.dtype), shift.to(weight.dtype)
 
 
 CHECK_EVERY_N_FORWARDS = 100  # how often a pair reads gamma and beta: a GPU has to wait for that
@@ -220,10 +218,10 @@ def _run_norm(pair: Pair, input: Tensor) -> Tensor | None:
 
 def _is_accurate(norm: Any, dtype: torch.dtype, activation: nn.Module) -> bool:
     """Whether gamma is large enough; true without values to read, of fake tensors or in the capture of a graph."""
-    parameters = [value for value in (norm.weight, norm.bias) if value is not None]
     if any(
         value.is_meta or isinstance(value.data, dispatcher.FakeTensor) or is_capturing(value.device)
-        for value in parameters
+        for value in (norm.weight, norm.bias)
+        if value is not None
     ):
         return True
     limit = MAX_ERROR_16_BIT if torch.finfo(dtype).bits == 16 else MAX_ERROR
@@ -244,8 +242,7 @@ def measure_inversion_error(
     shares = torch.arange(1, 2 * _NUM_QUANTILES, 2, dtype=torch.float64, device="cpu") / (2 * _NUM_QUANTILES)
     xhat = torch.special.ndtri(shares)
     output = activate_((gamma * xhat + beta).to(dtype), activation)
-    error: Tensor = ((invert(output, activation) - beta) / gamma - xhat).square().mean(1).sqrt()
-    return error
+    return ((invert(output, activation) - beta) / gamma - xhat).square().mean(1).sqrt()
 
 
 def activate_(value: Tensor, activation: Any) -> Tensor:
@@ -260,8 +257,7 @@ def invert(output: Tensor, activation: Any) -> Tensor:
     if isinstance(activation, nn.LeakyReLU):
         return F.leaky_relu(output, 1 / activation.negative_slope)  # the inverse of a leaky ReLU is one
     lowest = torch.finfo(output.dtype).eps / 2 - 1
-    below = output.clamp(max=0).div_(activation.alpha).clamp_(min=lowest).log1p_()
-    return below.add_(output.clamp(min=0))
+    return output.clamp(max=0).div_(activation.alpha).clamp_(min=lowest).log1p_().add_(output.clamp(min=0))
 
 
 def normalize_and_activate(input: Tensor, norm: nn.Module, activation: nn.Module) -> Tensor:
@@ -270,8 +266,7 @@ def normalize_and_activate(input: Tensor, norm: nn.Module, activation: nn.Module
     The output must not be changed in place before the backward, nor the gradient be differentiated: autograd raises.
     ``input``: ``[N, C, ...]`` with more than one value per channel; the weight of ``norm``: nowhere zero.
     """
-    output: Tensor = _NormalizeAndActivate.apply(input, norm.weight, norm.bias, norm, activation)[0]  # type: ignore[no-untyped-call]
-    return output
+    return _NormalizeAndActivate.apply(input, norm.weight, norm.bias, norm, activation)[0]  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _NormalizeAndActivate(torch.autograd.Function):

@@ -316,8 +316,7 @@ def _bernoulli(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: 
     notes.before_write(mask)
     draw = recipes.note_draw(func, mask, probability, generator) if notes.dropout == "replay" else None
     result = notes.run(func, (), args, kwargs)
-    value = notes.note(mask, draw, num_writes(mask) + 1, kind=recipes.MaskValue)
-    value.is_scaled = False  # type: ignore[attr-defined]
+    notes.note(mask, draw, num_writes(mask) + 1, kind=recipes.MaskValue).is_scaled = False  # type: ignore[attr-defined]
     return result
 
 

@@ -126,8 +126,7 @@ class QuantizedWeight(nn.Parameter):
         if width % form.packing.block_size or packed.is_floating_point():
             return F.embedding(indices, self.dequantize())
         rows = packed.view(num_rows, -1).index_select(0, indices.reshape(-1)).view(-1, form.packing.row_bytes)
-        numbers = form.packing.decode(rows, indices.numel() * width, form.dtype, form.library)
-        return numbers.view(*indices.shape, width)
+        return form.packing.decode(rows, indices.numel() * width, form.dtype, form.library).view(*indices.shape, width)
 
     @classmethod
     def __torch_function__(

@@ -314,10 +314,9 @@ class ShardedFolder:
     def _load(self, flat: dict[str, Any]) -> dict[str, Any]:
         planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.weights_only = self._weights_only
-        reader = _Reader(self._folder, self._metadata)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may read a folder
-            read = partial(load, flat, storage_reader=reader, planner=planner)
+            read = partial(load, flat, storage_reader=_Reader(self._folder, self._metadata), planner=planner)
             self._read(lambda: explained(read, "one of its files"))
         return flat
 
