@@ -87,12 +87,8 @@ class BatchCutter:
         """Whether something has an entry for each sample that has no time: labels, images, a list of texts."""
         for _, value in splitting.iterate(batch, splitting.BatchPath(), self._shared):
             parts = splitting.take_apart(value)
-            if (
-                parts is not None
-                and parts.is_list
-                and len(parts.values) == num_samples
-                and splitting.is_plain(parts.values)
-            ):
+            values = parts.values if parts is not None and parts.is_list else ()
+            if len(values) == num_samples and splitting.is_plain(values):
                 return True
             if splitting.count_rows(value) == num_samples and getattr(value, "ndim", 0) not in _SEQUENCE_DIMS:
                 return True
@@ -142,12 +138,10 @@ class BatchCutter:
 
 def find_time_first(module: nn.Module) -> str | None:
     """Return the name of the first recurrent layer or attention in ``module`` that has ``batch_first=False``."""
-    layers = (
-        name
-        for name, layer in module.named_modules()
-        if isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and not layer.batch_first
-    )
-    return next(layers, None)
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and not layer.batch_first:
+            return name
+    return None
 
 
 def _move_dim(value: Any, source: int, destination: int) -> Any:
@@ -186,8 +180,7 @@ class MicroBatchSizes:
     def __init__(self, regrow_after_n_batches: int | None, size: int | None = None) -> None:
         self._size = size
         self.retries = size is None  # whether a batch that ran out of memory runs again
-        self._regrow_after = regrow_after_n_batches
-        self._patience = regrow_after_n_batches
+        self._regrow_after = self._patience = regrow_after_n_batches
         self._fits: dict[str, _Fit] = {}
         self._failing_elements: int | None = None  # the smallest micro-batch that failed
         self._tried: tuple[str, int | None] | None = None  # the larger size under way
@@ -287,10 +280,9 @@ class AgreedSizes:
 
     def settle(self, facts: BatchFacts, agreed: Agreed) -> None:
         """A batch ran through."""
-        if not self.retries:
-            return
-        size = agreed.size if agreed.size < facts.num_samples else None
-        self._chooser.note_success(facts.shape, size, facts.elements_of(agreed.size))
+        if self.retries:
+            size = agreed.size if agreed.size < facts.num_samples else None
+            self._chooser.note_success(facts.shape, size, facts.elements_of(agreed.size))
 
     def _agreed(self, size: int) -> Agreed:
         return Agreed(size, -(-self._largest_batch // size) if self.has_equal_counts else None)

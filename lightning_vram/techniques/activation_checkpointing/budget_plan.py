@@ -161,9 +161,10 @@ def format_table(step: StepProfile, plan: CheckpointPlan, budget_bytes: int) -> 
         for name, saved, size, again in rows
     ]
     rule = "-" * max(map(len, lines))
+    part = plan.peak_bytes / max(1, budget_bytes)
     totals = {
         "budget": format_bytes(budget_bytes),
-        "predicted peak": f"{format_bytes(plan.peak_bytes)} ({plan.peak_bytes / max(1, budget_bytes):.1%} of the budget)",
+        "predicted peak": f"{format_bytes(plan.peak_bytes)} ({part:.1%} of the budget)",
         "baseline peak": format_bytes(plan.plain_peak_bytes),
         "minimum": format_bytes(plan.minimum_bytes),
         "offloaded": f"{format_bytes(plan.offloaded_bytes)} of each forward" if plan.offloaded_bytes else "",

@@ -246,8 +246,7 @@ class StepObserver:
         with self._watch.paused():
             # Autograd keeps what a module saves alive, Python object included: the tensor lives on only if others
             # have it.
-            alias: Tensor = _Alias.apply(args[0])  # type: ignore[no-untyped-call]
-        return (alias, *args[1:]), kwargs
+            return (_Alias.apply(args[0]), *args[1:]), kwargs  # type: ignore[no-untyped-call]
 
     def _judge(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         if (

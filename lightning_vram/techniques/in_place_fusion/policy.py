@@ -143,9 +143,8 @@ def can_fold(link: Link) -> bool:
     """Whether ``link`` is a stock convolution and a stock batch norm with running statistics."""
     convolution, norm = link.producer, link.consumer
     methods = plain_class_forward(convolution), private.class_conv_forward(type(convolution))
-    if has_own_forward(convolution) or has_own_forward(norm) or methods not in _CONV_METHODS:
-        return False
-    if plain_class_forward(norm) not in _NORM_FORWARDS or not isinstance(norm, BATCH_NORMS):
+    has_own = has_own_forward(convolution) or has_own_forward(norm) or methods not in _CONV_METHODS
+    if has_own or plain_class_forward(norm) not in _NORM_FORWARDS or not isinstance(norm, BATCH_NORMS):
         return False
     return norm.running_mean is not None and norm.num_features == convolution.out_channels
 
@@ -242,7 +241,8 @@ def measure_inversion_error(
     shares = torch.arange(1, 2 * _NUM_QUANTILES, 2, dtype=torch.float64, device="cpu") / (2 * _NUM_QUANTILES)
     xhat = torch.special.ndtri(shares)
     output = activate_((gamma * xhat + beta).to(dtype), activation)
-    return ((invert(output, activation) - beta) / gamma - xhat).square().mean(1).sqrt()
+    error: Tensor = ((invert(output, activation) - beta) / gamma - xhat).square().mean(1).sqrt()
+    return error
 
 
 def activate_(value: Tensor, activation: Any) -> Tensor:

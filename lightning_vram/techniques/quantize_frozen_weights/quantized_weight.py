@@ -143,8 +143,7 @@ class QuantizedWeight(nn.Parameter):
         found = [one for one in (*args, *kwargs.values()) if isinstance(one, QuantizedWeight)]
         if len(found) != 1 or not isinstance(input, Tensor) or input is found[0] or kwargs.get("out") is not None:
             return _read(func, args, kwargs)
-        (weight,) = found
-        return weight.look_up(input) if func is F.embedding else weight._compute(func, input, args, kwargs)
+        return found[0].look_up(input) if func is F.embedding else found[0]._compute(func, input, args, kwargs)
 
     def read(self) -> Tensor:
         """Return the ordinary weight in its place."""
@@ -258,8 +257,7 @@ def quantized_weight(layer: nn.Module) -> QuantizedWeight | None:
 
 def read_weights_as(model: nn.Module, dtype: torch.dtype, skip: Container[nn.Module] = ()) -> Callable[[], None]:
     """Let quantized weights of ``model`` read as ``dtype``, except those of modules in ``skip``; return the undo."""
-    weights = [quantized_weight(module) for module in model.modules() if module not in skip]
-    forms = [weight.form for weight in weights if weight is not None]
+    forms = [one.form for part in model.modules() if part not in skip and (one := quantized_weight(part)) is not None]
 
     def set_all(dtype: torch.dtype | None) -> None:
         for form in forms:

@@ -254,9 +254,8 @@ def explained(read: Callable[[], Any], name: str) -> Any:
     except (Exception, CheckpointException) as error:
         # torch.distributed.checkpoint collects errors of all ranks
         first = error.failures[min(error.failures)][0] if isinstance(error, CheckpointException) else error
-        is_refused = isinstance(first, pickle.UnpicklingError) and "GLOBAL" in str(first)  # by weights_only=True
-        if is_refused or isinstance(first, _CLEAR):
-            raise first from error
+        if isinstance(first, _CLEAR) or (isinstance(first, pickle.UnpicklingError) and "GLOBAL" in str(first)):
+            raise first from error  # the latter: refused by weights_only=True
         reason = str(first).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0][:_MAX_REASON]
         raise CheckpointError(f"{name} is damaged or not a checkpoint ({type(first).__name__}: {reason})") from error
 
@@ -285,9 +284,7 @@ class ShardedFolder:
 
     def read_rest(self) -> dict[str, Any]:
         """Read everything but the states of modules and optimizers."""
-        path, weights_only = self._folder / REST_FILE, self._weights_only
-        rest: dict[str, Any] = self._read(partial(read_values, path, weights_only=weights_only))
-        return rest
+        return self._read(partial(read_values, self._folder / REST_FILE, weights_only=self._weights_only))  # type: ignore[no-any-return]
 
     def read_states(self) -> dict[str, Any]:
         """Read the states of modules, and "optimizer_states", with names of parameters instead of numbers.

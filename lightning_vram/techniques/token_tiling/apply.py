@@ -211,9 +211,7 @@ class _Tiled(torch.autograd.Function):
         if not private.retains_graph():
             ctx.call = None  # its state holds what the module held
         samples = SavedSamples(first=call.samples) if call.samples is not None else None
-        found: list[Any] = [None] * len(tensors)
-        if needs[0]:
-            found[0] = torch.zeros_like(tensors[0])
+        found: list[Any] = [torch.zeros_like(tensors[0]) if needs[0] else None, *[None] * (len(tensors) - 1)]
         with exact_only, torch.enable_grad():
             call.state.run(partial(call.run, tensors, needs, samples, partial(_add_gradients, found, gradient)))
         if samples is not None and (difference := samples.difference()) is not None:
