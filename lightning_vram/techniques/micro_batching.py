@@ -138,10 +138,9 @@ class BatchCutter:
 
 def find_time_first(module: nn.Module) -> str | None:
     """Return the name of the first recurrent layer or attention in ``module`` that has ``batch_first=False``."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and not layer.batch_first:
-            return name
-    return None
+    kinds = (nn.RNNBase, nn.MultiheadAttention)
+    found = (name for name, layer in module.named_modules() if isinstance(layer, kinds) and not layer.batch_first)
+    return next(found, None)
 
 
 def _move_dim(value: Any, source: int, destination: int) -> Any:
