@@ -10,23 +10,11 @@ from lightning_vram.core.patching import HeldSetting
 from lightning_vram.memory.storages import iterate_storages
 from lightning_vram.private_names.torch import storage_key
 
-
-def _switch(is_automatic: bool) -> None:  # noqa: FBT001 - what a HeldSetting calls
-    (gc.enable if is_automatic else gc.disable)()
-
-
-_automatic = HeldSetting(gc.isenabled, _switch, value=False)
+_automatic = HeldSetting(gc.isenabled, lambda is_automatic: (gc.enable if is_automatic else gc.disable)(), value=False)
 _held: set[int] = set()
 
-
-def _collect_in_child() -> None:
-    """Workers of data loaders are forked in training: they have no steps to collect after."""
-    if _held:
-        gc.enable()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_collect_in_child)
+if hasattr(os, "register_at_fork"):  # workers of data loaders are forked in training: no steps to collect after
+    os.register_at_fork(after_in_child=lambda: gc.enable() if _held else None)
 
 
 class PacedCollection:

@@ -60,8 +60,7 @@ class GrowingLists:
 def _device_bytes(tree: Any, device: torch.device) -> int:
     """Bytes of the memory that tensors in ``tree`` are views of, each counted once."""
     tensors = [leaf for leaf in iterate_leaves(tree) if isinstance(leaf, Tensor) and leaf.device == device]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 # As long as the ranks' own group: where one is closed, torch makes the next of the same ranks under the same name,

@@ -87,12 +87,8 @@ class BatchCutter:
         """Whether something has an entry for each sample that has no time: labels, images, a list of texts."""
         for _, value in splitting.iterate(batch, splitting.BatchPath(), self._shared):
             parts = splitting.take_apart(value)
-            if (
-                parts is not None
-                and parts.is_list
-                and len(parts.values) == num_samples
-                and splitting.is_plain(parts.values)
-            ):
+            values = parts.values if parts is not None and parts.is_list else ()
+            if len(values) == num_samples and splitting.is_plain(values):
                 return True
             if splitting.count_rows(value) == num_samples and getattr(value, "ndim", 0) not in _SEQUENCE_DIMS:
                 return True
@@ -142,12 +138,9 @@ class BatchCutter:
 
 def find_time_first(module: nn.Module) -> str | None:
     """Return the name of the first recurrent layer or attention in ``module`` that has ``batch_first=False``."""
-    layers = (
-        name
-        for name, layer in module.named_modules()
-        if isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and not layer.batch_first
-    )
-    return next(layers, None)
+    kinds = (nn.RNNBase, nn.MultiheadAttention)
+    found = (name for name, layer in module.named_modules() if isinstance(layer, kinds) and not layer.batch_first)
+    return next(found, None)
 
 
 def _move_dim(value: Any, source: int, destination: int) -> Any:
@@ -186,8 +179,7 @@ class MicroBatchSizes:
     def __init__(self, regrow_after_n_batches: int | None, size: int | None = None) -> None:
         self._size = size
         self.retries = size is None  # whether a batch that ran out of memory runs again
-        self._regrow_after = regrow_after_n_batches
-        self._patience = regrow_after_n_batches
+        self._regrow_after = self._patience = regrow_after_n_batches
         self._fits: dict[str, _Fit] = {}
         self._failing_elements: int | None = None  # the smallest micro-batch that failed
         self._tried: tuple[str, int | None] | None = None  # the larger size under way
@@ -199,7 +191,12 @@ class MicroBatchSizes:
         fit = self._fits.get(shape)
         self._tried = None
         if fit is None:
-            fit = self._fits[shape] = _Fit(self._first_guess(num_samples, num_elements))
+            guess: int | None = None
+            if self._failing_elements is not None and num_elements >= self._failing_elements:
+                guess = num_samples
+                while guess > 1 and guess * num_elements >= self._failing_elements * num_samples:
+                    guess = (guess + 1) // 2
+            fit = self._fits[shape] = _Fit(guess)
             if len(self._fits) > _MAX_SHAPES:
                 del self._fits[next(iter(self._fits))]
         elif fit.size is not None and self._patience is not None and fit.num_good >= self._patience:
@@ -218,8 +215,7 @@ class MicroBatchSizes:
 
     def note_success(self, shape: str, size: int | None, num_elements: int) -> None:
         """A batch ran through, in micro-batches of ``size``; ``None`` if it ran whole."""
-        fit = self._fits.setdefault(shape, _Fit(size))
-        fit.num_good += 1
+        self._fits.setdefault(shape, _Fit(size)).num_good += 1
         if self._tried == (shape, size):
             self._fits[shape] = _Fit(size, num_good=1)
             self._patience = self._regrow_after
@@ -237,14 +233,6 @@ class MicroBatchSizes:
         self._failing_elements = state["failing_elements"]
         if self._regrow_after is not None:
             self._patience = state["patience"] or self._regrow_after
-
-    def _first_guess(self, num_samples: int, num_elements: int) -> int | None:
-        if self._failing_elements is None or num_elements < self._failing_elements:
-            return None
-        size = num_samples
-        while size > 1 and size * num_elements >= self._failing_elements * num_samples:
-            size = (size + 1) // 2
-        return size
 
 
 _WHOLE = 2**62  # samples; larger than any batch
@@ -291,10 +279,9 @@ class AgreedSizes:
 
     def settle(self, facts: BatchFacts, agreed: Agreed) -> None:
         """A batch ran through."""
-        if not self.retries:
-            return
-        size = agreed.size if agreed.size < facts.num_samples else None
-        self._chooser.note_success(facts.shape, size, facts.elements_of(agreed.size))
+        if self.retries:
+            size = agreed.size if agreed.size < facts.num_samples else None
+            self._chooser.note_success(facts.shape, size, facts.elements_of(agreed.size))
 
     def _agreed(self, size: int) -> Agreed:
         return Agreed(size, -(-self._largest_batch // size) if self.has_equal_counts else None)

@@ -54,8 +54,7 @@ def round_input(input: Tensor, known: Tensor) -> Tensor:
     """Return ``input`` rounded to 256 levels of the range ``known`` [2], and clipped to it."""
     low, high = known.unbind()
     scale = ((high - low) / _MAX_LEVEL).clamp_min(_SMALLEST)
-    zero = (-low / scale).round().to(torch.int32)
-    return torch.fake_quantize_per_tensor_affine(input, scale, zero, 0, _MAX_LEVEL)
+    return torch.fake_quantize_per_tensor_affine(input, scale, (-low / scale).round().to(torch.int32), 0, _MAX_LEVEL)
 
 
 def pack(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -71,8 +70,7 @@ def pack(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def unpack(packed: Tensor, scale: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return the weight of ``shape`` [out, ...] that :func:`pack` was given, rounded."""
     if packed.dtype is torch.uint8:
-        nibbles = torch.stack([packed & 15, packed >> 4], 1).flatten()[: shape.numel()]
-        packed = nibbles.to(torch.int8) - 8
+        packed = torch.stack([packed & 15, packed >> 4], 1).flatten()[: shape.numel()].to(torch.int8) - 8
     levels = packed.reshape(shape)
     return (levels.float() * _along_rows(scale, levels)).to(dtype)
 

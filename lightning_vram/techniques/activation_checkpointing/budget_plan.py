@@ -232,8 +232,7 @@ def solve(step: StepProfile, budget_bytes: int, offload_bytes: int = 0) -> Check
     found = [(decisions, away) for away in ways if (decisions := _choose(step, budget_bytes, away)) is not None]
     decisions, away = min(found, key=lambda entry: step.recompute_cost(entry[0]))  # the first of equals: nothing away
     if away:  # no more than needed: the more stay, the higher is the peak
-        sizes = range(1, away)
-        away = 1 + bisect_left(sizes, 1, key=lambda size: predict_peak(step, decisions, size) <= budget_bytes)
+        away = 1 + bisect_left(range(1, away), 1, key=lambda size: predict_peak(step, decisions, size) <= budget_bytes)
     return _describe(step, decisions, budget_bytes, away, minimum_bytes)
 
 
@@ -280,8 +279,7 @@ def _choose(step: StepProfile, budget_bytes: int, offload_bytes: int) -> Decisio
         if picks is None:
             low_bytes = limit_bytes
         else:
-            entries = zip(layers, options, picks, strict=True)
-            found = {name: decisions[pick] for name, (decisions, _), pick in entries}
+            found = {name: decisions[pick] for name, (decisions, _), pick in zip(layers, options, picks, strict=True)}
             if predict_peak(step, found, offload_bytes) <= budget_bytes:
                 best, low_bytes = found, limit_bytes
             else:

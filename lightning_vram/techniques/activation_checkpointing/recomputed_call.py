@@ -93,8 +93,7 @@ class SavedArguments:
         for one, version in self._inner:
             if version_of(one) != version:
                 raise _overwritten(one.shape)
-        objects = _Copies()
-        leaves = []
+        objects, leaves = _Copies(), []
         for value in self._values:
             if isinstance(value, _Input | _FirstInput):
                 tensor = value.read()
@@ -104,8 +103,7 @@ class SavedArguments:
         for leaf, attributes in zip(leaves, self._attributes, strict=True):
             if attributes and not vars(leaf):  # a new object: a copy, or what saved-tensor hooks gave back
                 vars(leaf).update(attributes)
-        arguments: Arguments = self._rebuild(leaves)
-        return arguments
+        return self._rebuild(leaves)  # type: ignore[no-any-return]
 
 
 def _keep(leaf: Tensor, overwrites_inputs: bool | None) -> Any:  # noqa: FBT001
@@ -231,7 +229,9 @@ class OperatorTrace(OperatorSubscriber):
     def on_operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         output = self.run(func, types, args, kwargs)
         is_inner = current_graph_task_id() != self._backward  # a backward inside of the layer
-        if is_inner or _is_passed_over(func, types, args):
+        is_cast = func is TO_COPY and type(args[0]) in PARAMETER_CLASSES  # which autocast keeps
+        is_question = getattr(func, "namespace", "") == "prim" or str(func).startswith("aten.detach")  # or our own
+        if is_inner or is_cast or is_question or not PLAIN_TYPES.issuperset(types):
             return output
         first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
         # An integer that is moved in place goes on in the second run, as norms count their batches.
@@ -257,14 +257,6 @@ class OperatorTrace(OperatorSubscriber):
             raise recomputed_saves.RecomputationError(f"{place} was {was} and is {now}")
         if expected_sample is not None and not recomputed_saves.is_close(expected_sample, sample):
             raise recomputed_saves.RecomputationError(f"{place}, {function}, returned other values than it returns now")
-
-
-def _is_passed_over(func: Any, types: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operator is the checkpoint's own, a mere question, a cast that autocast keeps, or of a subclass."""
-    if not PLAIN_TYPES.issuperset(types):
-        return True
-    is_cast = func is TO_COPY and type(args[0]) in PARAMETER_CLASSES
-    return is_cast or getattr(func, "namespace", "") == "prim" or str(func).startswith("aten.detach")
 
 
 def _describe(output: Any) -> tuple[str, ...]:
@@ -338,7 +330,7 @@ class _Call:
     def first(self, arguments: Arguments) -> Any:
         """Call the forward, and keep what the second run needs."""
         saves = recomputed_saves.RecomputedSaves(
-            self._again,
+            lambda run: self._state.run(partial(self._second, run)),
             self._places,
             self._error,
             compares_kinds=self._recomputing.determinism_check != "none",
@@ -356,9 +348,6 @@ class _Call:
             self._samples.settle()
         self._observation.num_kept = self._recording.settle() if self._recording is not None else 0
         return output
-
-    def _again(self, run: recomputed_saves.RecomputationHooks) -> None:
-        self._state.run(partial(self._second, run))
 
     def _second(self, run: recomputed_saves.RecomputationHooks) -> None:
         args, kwargs = self._kept.give(is_overwritten=self._observation.overwrites_inputs)
@@ -401,8 +390,7 @@ def call_recomputed(
     """Call ``forward`` and save its inputs only; the backward calls it again."""
     tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
     if observation.overwrites_inputs is None and any(map(is_lazy, tensors)):
-        args, kwargs = arguments
-        return forward(*args, **kwargs)  # draws its weights in this call, as a second run would not
+        return forward(*arguments[0], **arguments[1])  # draws its weights in this call, as a second run would not
     watch = recomputing.watch
     watching = watch.call(flatten_arguments(arguments)[0]) if watch is not None else nullcontext()
     with watching, exact_only:
@@ -429,8 +417,7 @@ def drop_empty_caches(layer: nn.Module, arguments: Arguments) -> Arguments:
             )
         return None
 
-    dropped: Arguments = tree_map(drop, arguments, is_leaf=_is_cache)
-    return dropped
+    return tree_map(drop, arguments, is_leaf=_is_cache)  # type: ignore[no-any-return]
 
 
 def _is_cache(value: Any) -> bool:

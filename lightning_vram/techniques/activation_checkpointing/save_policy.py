@@ -276,15 +276,11 @@ Signature = tuple[tuple[Any, Any, int], ...]
 def sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     """Return shapes, types and parameters among arguments: one operator is not to be taken for another."""
     leaves = flatten_arguments((args, kwargs))[0]
-    return tuple((leaf.shape, leaf.dtype, _parameter_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
+    bases = ((leaf, base_of(leaf) if is_view(leaf) else leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    return tuple((leaf.shape, leaf.dtype, id(base) if type(base) in PARAMETER_CLASSES else 0) for leaf, base in bases)
 
 
 def describe(signature: Signature) -> str:
     """Write a signature for a message."""
     tensors = (str(dtype).removeprefix("torch.") + str(list(shape)) for shape, dtype, _ in signature)
     return f"({', '.join(tensors)})"
-
-
-def _parameter_of(tensor: Tensor) -> int:
-    base = base_of(tensor) if is_view(tensor) else tensor
-    return id(base) if type(base) in PARAMETER_CLASSES else 0

@@ -107,8 +107,7 @@ def _unpack(bits: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
 def elements_of(tensor: Tensor) -> Tensor:
     """Return all elements of the memory of ``tensor``, [n]: a view."""
-    size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-    return tensor.as_strided((size,), (1,), 0)
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.dtype.itemsize,), (1,), 0)
 
 
 class EncodedStorage:
@@ -334,7 +333,9 @@ class CompressionStage(SavedTensorStage):
             self._shrink_pending()
         is_lossy = self._lossy is not None and self._may_be_lossy(tensor, self._lossy)
         made = self._find_shared(tensor, memory, is_lossy=is_lossy) if memory.made else None
-        if made is None and tensor.nbytes >= self._min_bytes and _is_whole_memory(tensor):
+        is_plain = not tensor.is_conj() and not tensor.is_neg()
+        is_whole = tensor.untyped_storage().nbytes() <= _MAX_SHARE * tensor.nbytes
+        if made is None and tensor.nbytes >= self._min_bytes and is_plain and is_whole:
             if self._lossless and self._saves_signs(tensor):
                 saved = Encoded(tensor, alias(tensor))
                 self._pending = memory, stream_id(tensor.device), weakref.ref(saved)
@@ -410,8 +411,8 @@ class CompressionStage(SavedTensorStage):
         if memory is None or saved is None or not isinstance(tensor := saved.source, Tensor):
             return
         with torch.no_grad(), without_autocast():
-            is_computed = stream == stream_id(tensor.device)  # in another, it may not be yet
-            made = self._encode(tensor, memory, pack_mask, "signs") if is_computed else None
+            # On another stream it may not be computed yet.
+            made = self._encode(tensor, memory, pack_mask, "signs") if stream == stream_id(tensor.device) else None
         if made is not None:
             saved.source = made
         else:
@@ -438,11 +439,6 @@ class CompressionStage(SavedTensorStage):
         if not memory.is_whole:
             memory.is_whole = True
             self.report.kept_bytes += num_bytes
-
-
-def _is_whole_memory(tensor: Tensor) -> bool:
-    is_plain = not tensor.is_conj() and not tensor.is_neg()
-    return is_plain and tensor.untyped_storage().nbytes() <= _MAX_SHARE * tensor.nbytes
 
 
 def _is_input_of_checkpoint() -> bool:

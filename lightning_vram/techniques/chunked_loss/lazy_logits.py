@@ -309,8 +309,7 @@ def _take(logits: LazyLogits, numbers: Tensor) -> LazyLogits:
     _require(numbers.dim())
 
     def take(rows: Tensor) -> Tensor:
-        some = rows.reshape(-1, rows.shape[-1]).index_select(0, numbers.flatten())
-        return some.view(*numbers.shape, rows.shape[-1])
+        return rows.reshape(-1, rows.shape[-1]).index_select(0, numbers.flatten()).view(*numbers.shape, rows.shape[-1])
 
     return logits.like(row_program.map_rows(logits.node, take), logits.sample, numbers.shape, is_view=False)
 

@@ -142,8 +142,7 @@ class RowProgram:
         total: Any = 0
         tensors, pairs = self._flatten(inputs), list(zip(self._leaves, inputs, wanted, strict=True))
         if gradients is not None and self._class_dim is not None:
-            dim = self._class_dim
-            gradients = [None if one is None else one.movedim(dim, -1).flatten(0, -2) for one in gradients]
+            gradients = [None if one is None else one.movedim(self._class_dim, -1).flatten(0, -2) for one in gradients]
         sums = {id(leaf): _zeros_for(leaf, tensors[id(leaf)]) for leaf, _, is_wanted in pairs if is_wanted}
         with unseen_saves():
             for rows, values in self._chunks(tensors, sums):
@@ -212,8 +211,7 @@ class RowProgram:
         if not ends or not nodes:
             return
         results, gradients = zip(*ends, strict=True)
-        starts = [values[id(node)] for node in nodes]
-        found: Any = torch.autograd.grad(results, starts, gradients, allow_unused=True)
+        found: Any = torch.autograd.grad(results, [values[id(node)] for node in nodes], gradients, allow_unused=True)
         for node, gradient in zip(nodes, found, strict=True):
             if gradient is None:
                 continue

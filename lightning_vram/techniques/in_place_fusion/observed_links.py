@@ -68,17 +68,6 @@ class StorageWatch(OperatorSubscriber):
         self.find = self._memories.find  # what was seen of a tensor's memory; None if that was not made meanwhile
         self._has_collected = False
 
-    def hand_over(self, tensor: Tensor, memory: Memory) -> Tensor:
-        """Return an alias of ``tensor`` for the one module that may have it.
-
-        Autograd keeps what a module saves alive, Python object included: ``tensor`` lives on only if others have it.
-        """
-        memory.expect(tensor)
-        memory.is_given = memory.is_open = True
-        with self.paused():
-            alias: Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]
-        return alias
-
     def collect_cycles(self) -> None:
         """Let tensors die that nothing but a reference cycle holds."""
         if any(memory.is_given and memory.is_held() for memory in self._memories.values()):
@@ -252,7 +241,12 @@ class StepObserver:
         self._calls[module].append(call)
         if call.memory is None:
             return None
-        return (self._watch.hand_over(args[0], call.memory), *args[1:]), kwargs
+        call.memory.expect(args[0])
+        call.memory.is_given = call.memory.is_open = True
+        with self._watch.paused():
+            # Autograd keeps what a module saves alive, Python object included: the tensor lives on only if others
+            # have it.
+            return (_Alias.apply(args[0]), *args[1:]), kwargs  # type: ignore[no-untyped-call]
 
     def _judge(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         if (

@@ -105,8 +105,7 @@ def _uncompiled(run: Run) -> Run:
     outside: Run = torch.compiler.disable(run)  # type: ignore[no-untyped-call]
 
     def choose(*args: Any, **kwargs: Any) -> Any:
-        chosen = outside if torch.compiler.is_compiling() else run
-        return chosen(*args, **kwargs)
+        return (outside if torch.compiler.is_compiling() else run)(*args, **kwargs)
 
     return choose
 
@@ -144,9 +143,8 @@ def can_fold(link: Link) -> bool:
     """Whether ``link`` is a stock convolution and a stock batch norm with running statistics."""
     convolution, norm = link.producer, link.consumer
     methods = plain_class_forward(convolution), private.class_conv_forward(type(convolution))
-    if has_own_forward(convolution) or has_own_forward(norm) or methods not in _CONV_METHODS:
-        return False
-    if plain_class_forward(norm) not in _NORM_FORWARDS or not isinstance(norm, BATCH_NORMS):
+    has_own = has_own_forward(convolution) or has_own_forward(norm) or methods not in _CONV_METHODS
+    if has_own or plain_class_forward(norm) not in _NORM_FORWARDS or not isinstance(norm, BATCH_NORMS):
         return False
     return norm.running_mean is not None and norm.num_features == convolution.out_channels
 
@@ -172,8 +170,7 @@ def _fold(convolution: Any, norm: Any) -> tuple[Tensor, Tensor]:
     shift = (bias.to(dtype) - mean if bias is not None else -mean) * scale
     if norm.bias is not None:
         shift = shift + norm.bias.to(dtype)
-    folded = weight.to(dtype) * scale.view(-1, *[1] * (weight.dim() - 1))
-    return folded.to(weight.dtype), shift.to(weight.dtype)
+    return (weight.to(dtype) * scale.view(-1, *[1] * (weight.dim() - 1))).to(weight.dtype), shift.to(weight.dtype)
 
 
 CHECK_EVERY_N_FORWARDS = 100  # how often a pair reads gamma and beta: a GPU has to wait for that
@@ -205,7 +202,11 @@ def can_invert(link: Link) -> bool:
 
 def _run_norm(pair: Pair, input: Tensor) -> Tensor | None:
     norm, activation = pair.producer, pair.consumer
-    if not _is_recorded(norm, input):
+    if not (norm.training and torch.is_grad_enabled()) or is_transformed() or private.is_in_forward_ad():
+        return None
+    private.check_dimensions(norm, input)
+    is_needed = any(value is not None and value.requires_grad for value in (input, norm.weight, norm.bias))
+    if not is_needed or input.numel() <= input.shape[1]:  # the norm itself refuses one value per channel
         return None
     # In a backward a checkpoint must take the path of its forward, if that did the work of both.
     is_due = pair.num_forwards % CHECK_EVERY_N_FORWARDS == 0 and not (pair.num_forwards and is_in_backward())
@@ -214,21 +215,12 @@ def _run_norm(pair: Pair, input: Tensor) -> Tensor | None:
     return None if pair.is_off else normalize_and_activate(input, norm, activation)
 
 
-def _is_recorded(norm: Any, input: Tensor) -> bool:
-    """Whether the norm trains, a gradient is recorded by autograd alone, and the norm would not refuse the input."""
-    if not (norm.training and torch.is_grad_enabled()) or is_transformed() or private.is_in_forward_ad():
-        return False
-    private.check_dimensions(norm, input)
-    is_needed = any(value is not None and value.requires_grad for value in (input, norm.weight, norm.bias))
-    return is_needed and input.numel() > input.shape[1]
-
-
 def _is_accurate(norm: Any, dtype: torch.dtype, activation: nn.Module) -> bool:
     """Whether gamma is large enough; true without values to read, of fake tensors or in the capture of a graph."""
-    parameters = [value for value in (norm.weight, norm.bias) if value is not None]
     if any(
         value.is_meta or isinstance(value.data, dispatcher.FakeTensor) or is_capturing(value.device)
-        for value in parameters
+        for value in (norm.weight, norm.bias)
+        if value is not None
     ):
         return True
     limit = MAX_ERROR_16_BIT if torch.finfo(dtype).bits == 16 else MAX_ERROR
@@ -265,8 +257,7 @@ def invert(output: Tensor, activation: Any) -> Tensor:
     if isinstance(activation, nn.LeakyReLU):
         return F.leaky_relu(output, 1 / activation.negative_slope)  # the inverse of a leaky ReLU is one
     lowest = torch.finfo(output.dtype).eps / 2 - 1
-    below = output.clamp(max=0).div_(activation.alpha).clamp_(min=lowest).log1p_()
-    return below.add_(output.clamp(min=0))
+    return output.clamp(max=0).div_(activation.alpha).clamp_(min=lowest).log1p_().add_(output.clamp(min=0))
 
 
 def normalize_and_activate(input: Tensor, norm: nn.Module, activation: nn.Module) -> Tensor:
@@ -275,8 +266,7 @@ def normalize_and_activate(input: Tensor, norm: nn.Module, activation: nn.Module
     The output must not be changed in place before the backward, nor the gradient be differentiated: autograd raises.
     ``input``: ``[N, C, ...]`` with more than one value per channel; the weight of ``norm``: nowhere zero.
     """
-    output: Tensor = _NormalizeAndActivate.apply(input, norm.weight, norm.bias, norm, activation)[0]  # type: ignore[no-untyped-call]
-    return output
+    return _NormalizeAndActivate.apply(input, norm.weight, norm.bias, norm, activation)[0]  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _NormalizeAndActivate(torch.autograd.Function):

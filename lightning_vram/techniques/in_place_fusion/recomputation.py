@@ -170,8 +170,7 @@ class _Rebuilding:
             return False
         if source.recipe.strides is not None or recipe.strides is not None:
             return False
-        is_shared = id(source) in self._is_shared or source.find_dropped() is not None
-        return not is_shared and source.find_saved() is None
+        return id(source) not in self._is_shared and source.find_dropped() is None and source.find_saved() is None
 
 
 _MAX_SHAPES = 16  # compared bitwise for one recipe, before all others are trusted

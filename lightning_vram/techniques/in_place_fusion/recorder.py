@@ -77,8 +77,7 @@ class RecipeRecorder(OperatorSubscriber):
             self._useless = {recipe.position: recipe.function for recipe in self._learned if not recipe.is_used}
             self._learned = None
         elif is_another:
-            self._useless = {}
-            self._learned = []
+            self._useless, self._learned = {}, []
         self._program = self.position, num_saved
         self.position = 0
         return is_another
@@ -148,8 +147,7 @@ class RecipeRecorder(OperatorSubscriber):
     ) -> recipes.Value:
         """Make the value of ``tensor``, result number ``index`` of ``recipe``. ``version=None``: its present one."""
         value = kind(tensor, on_death)
-        value.recipe = recipe
-        value.index = index
+        value.recipe, value.index = recipe, index
         value.version = version_of(tensor) if version is None else version
         value.address = storage_address(tensor)
         value.saved = value.dropped = None
@@ -316,8 +314,7 @@ def _bernoulli(notes: RecipeRecorder, func: Any, args: tuple[Any, ...], kwargs: 
     notes.before_write(mask)
     draw = recipes.note_draw(func, mask, probability, generator) if notes.dropout == "replay" else None
     result = notes.run(func, (), args, kwargs)
-    value = notes.note(mask, draw, num_writes(mask) + 1, kind=recipes.MaskValue)
-    value.is_scaled = False  # type: ignore[attr-defined]
+    notes.note(mask, draw, num_writes(mask) + 1, kind=recipes.MaskValue).is_scaled = False  # type: ignore[attr-defined]
     return result
 
 

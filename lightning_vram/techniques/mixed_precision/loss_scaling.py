@@ -23,7 +23,11 @@ def unscale_part(scaler: GradScaler, parameters: list[Tensor]) -> list[Tensor]:
     """Unscale the gradients of some ``parameters`` of an optimizer; return tensors that are > 0 for an inf or nan."""
     checks: list[Tensor] = []
     scale = scale_of(scaler)
-    for alike in _by_layout(parameters):
+    parts: dict[Any, list[Tensor]] = defaultdict(list)  # by device and by sharding: GradScaler goes by the first
+    for parameter in parameters:
+        layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        parts[parameter.device, layout].append(parameter)
+    for alike in parts.values():
         part = cast(Optimizer, SimpleNamespace(param_groups=[{"params": alike}]))
         # A D2H copy that waits: GradScaler copies it to the host without waiting, and uses it at once.
         set_scale(scaler, None if scale is None else scale.to(alike[0].device))
@@ -34,15 +38,6 @@ def unscale_part(scaler: GradScaler, parameters: list[Tensor]) -> list[Tensor]:
             state = optimizer_states(scaler).pop(id(part), {"found_inf_per_device": {}})
         checks += state["found_inf_per_device"].values()
     return checks
-
-
-def _by_layout(parameters: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Group by device and by sharding: GradScaler goes by the first."""
-    parts: dict[Any, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-        parts[parameter.device, layout].append(parameter)
-    return parts.values()
 
 
 def note_unscaled(scaler: GradScaler, optimizer: Optimizer, checks: Iterable[Tensor]) -> None:

@@ -159,9 +159,8 @@ class WeightCasts:
         for module in model.modules():
             places = find_places(module, left_alone) if module not in left_alone else ()
             if places:
-                state = _State(device_type, plain_class_forward(module), places)
                 with suppress(ValueError):  # a class that cannot be changed: its module is left alone
-                    self._swaps.add(module, state, _run)
+                    self._swaps.add(module, _State(device_type, plain_class_forward(module), places), _run)
 
     def after_step(self, parameters: Iterable[Tensor]) -> None:
         """Note that an optimizer has changed ``parameters``, for backwards that need them: fused kernels count none."""

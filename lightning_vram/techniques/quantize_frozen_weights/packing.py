@@ -122,11 +122,15 @@ class Packing(NamedTuple):
     def decode(self, packed: Tensor, size: int, dtype: torch.dtype, library: Library = "own") -> Tensor:
         """Return the numbers, [size], decoded in parts."""
         if torch.compiler.is_compiling():
-            return self._decode_blocks(packed).to(dtype).view(-1)[:size]  # in one kernel
+            scales, codes = self._split(packed)
+            if self.bits == 8:
+                levels = codes.view(torch.int8).float().div_(_STEPS)
+            else:
+                levels = F.embedding(codes.int(), _pairs_for(codes)).view(len(packed), self.block_size)
+            return levels.mul_(scales).to(dtype).view(-1)[:size]  # in one kernel
         numbers = torch.empty(len(packed) * self.block_size, dtype=dtype, device=packed.device)
         blocks, rows = numbers.view(-1, self.block_size), self._rows_at_a_time(packed.device)
-        by_library = decodes_by_library(library, *self, packed, dtype)
-        decode = decode_by_library if by_library else self._decode_into
+        decode = decode_by_library if decodes_by_library(library, *self, packed, dtype) else self._decode_into
         for part in parts_of(len(packed), rows, packed):
             decode(blocks[part], *self._split(packed[part]))
         return numbers[:size]
@@ -152,15 +156,6 @@ class Packing(NamedTuple):
             codes = halves[..., 0] * 16 + halves[..., 1]
         return torch.cat([scales.view(torch.uint8), codes], 1)
 
-    def _decode_blocks(self, rows: Tensor) -> Tensor:
-        """Return float32 [num_blocks, block_size]."""
-        scales, codes = self._split(rows)
-        if self.bits == 8:
-            levels = codes.view(torch.int8).float().div_(_STEPS)
-        else:
-            levels = F.embedding(codes.int(), _pairs_for(codes)).view(len(rows), self.block_size)
-        return levels.mul_(scales)
-
     def _decode_into(self, numbers: Tensor, scales: Tensor, codes: Tensor) -> None:
         """Write into ``numbers`` [num_blocks, block_size], of any dtype."""
         levels = numbers if numbers.dtype is torch.float32 else torch.empty_like(numbers, dtype=torch.float32)
@@ -180,8 +175,7 @@ class Packing(NamedTuple):
 
 def _make_tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return squared errors [1 + 2 * cells, num_scales] by the ratio to the largest number, and codes by level."""
-    as_tensor = partial(torch.tensor, dtype=torch.float32, device=device)
-    nf4, middles, shares = map(as_tensor, (_NF4, _MIDDLES, _SHARES))
+    nf4, middles, shares = map(partial(torch.tensor, dtype=torch.float32, device=device), (_NF4, _MIDDLES, _SHARES))
     parts, levels = (
         torch.arange(-num, num + 1, dtype=torch.float32, device=device).div_(num)
         for num in (_ERROR_CELLS, _LEVEL_CELLS)
@@ -197,8 +191,7 @@ def _to_cells(numbers: Tensor, num: int) -> Tensor:
 
 def _fit_scales(blocks: Tensor, largest: Tensor, errors: Tensor) -> Tensor:
     """Return the scales of the least squared errors, [num_blocks, 1]."""
-    of_blocks = F.embedding_bag(_to_cells(blocks / largest, _ERROR_CELLS), errors, mode="sum")
-    best = of_blocks.argmin(1, keepdim=True)
+    best = F.embedding_bag(_to_cells(blocks / largest, _ERROR_CELLS), errors, mode="sum").argmin(1, keepdim=True)
     scales = largest * torch.tensor(_SHARES, dtype=torch.float32, device=blocks.device)[best]
     scales = scales.bfloat16().float()  # exact in each dtype of weights: the largest number decodes to the scale
     return scales.where((best > 0) & (largest < _LARGEST_FIT), largest)

@@ -126,8 +126,7 @@ class QuantizedWeight(nn.Parameter):
         if width % form.packing.block_size or packed.is_floating_point():
             return F.embedding(indices, self.dequantize())
         rows = packed.view(num_rows, -1).index_select(0, indices.reshape(-1)).view(-1, form.packing.row_bytes)
-        numbers = form.packing.decode(rows, indices.numel() * width, form.dtype, form.library)
-        return numbers.view(*indices.shape, width)
+        return form.packing.decode(rows, indices.numel() * width, form.dtype, form.library).view(*indices.shape, width)
 
     @classmethod
     def __torch_function__(
@@ -144,8 +143,7 @@ class QuantizedWeight(nn.Parameter):
         found = [one for one in (*args, *kwargs.values()) if isinstance(one, QuantizedWeight)]
         if len(found) != 1 or not isinstance(input, Tensor) or input is found[0] or kwargs.get("out") is not None:
             return _read(func, args, kwargs)
-        (weight,) = found
-        return weight.look_up(input) if func is F.embedding else weight._compute(func, input, args, kwargs)
+        return found[0].look_up(input) if func is F.embedding else found[0]._compute(func, input, args, kwargs)
 
     def read(self) -> Tensor:
         """Return the ordinary weight in its place."""
@@ -166,7 +164,9 @@ class QuantizedWeight(nn.Parameter):
         )
 
     def _compute(self, func: Callable[..., Any], input: Tensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        dtype = _computing_dtype(input)
+        kind, dtype = input.device.type, input.dtype
+        if torch.is_autocast_enabled(kind) and dtype is not torch.float64:
+            dtype = torch.get_autocast_dtype(kind)
 
         def call() -> Any:
             return _call_with(lambda weight: weight.dequantize(dtype), func, args, kwargs)
@@ -257,8 +257,7 @@ def quantized_weight(layer: nn.Module) -> QuantizedWeight | None:
 
 def read_weights_as(model: nn.Module, dtype: torch.dtype, skip: Container[nn.Module] = ()) -> Callable[[], None]:
     """Let quantized weights of ``model`` read as ``dtype``, except those of modules in ``skip``; return the undo."""
-    weights = [quantized_weight(module) for module in model.modules() if module not in skip]
-    forms = [weight.form for weight in weights if weight is not None]
+    forms = [one.form for part in model.modules() if part not in skip and (one := quantized_weight(part)) is not None]
 
     def set_all(dtype: torch.dtype | None) -> None:
         for form in forms:
@@ -322,11 +321,3 @@ def _call_with(
 ) -> Any:
     args, kwargs = private.tree_map_only(QuantizedWeight, read, (args, dict(kwargs)))
     return func(*args, **kwargs)
-
-
-def _computing_dtype(input: Tensor) -> torch.dtype:
-    """Return the dtype in which a layer uses its weight for ``input``."""
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind) and input.dtype is not torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return input.dtype

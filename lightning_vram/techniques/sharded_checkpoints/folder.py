@@ -292,9 +292,7 @@ class ShardedFolder:
 
     def read_rest(self) -> dict[str, Any]:
         """Read everything but the states of modules and optimizers."""
-        path, weights_only = self._folder / REST_FILE, self._weights_only
-        rest: dict[str, Any] = self._read(partial(read_values, path, weights_only=weights_only))
-        return rest
+        return self._read(partial(read_values, self._folder / REST_FILE, weights_only=self._weights_only))  # type: ignore[no-any-return]
 
     def read_states(self) -> dict[str, Any]:
         """Read the states of modules, and "optimizer_states", with names of parameters instead of numbers.
@@ -321,10 +319,9 @@ class ShardedFolder:
     def _load(self, flat: dict[str, Any]) -> dict[str, Any]:
         planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.weights_only = self._weights_only
-        reader = _Reader(self._folder, self._metadata)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may read a folder
-            read = partial(load, flat, storage_reader=reader, planner=planner)
+            read = partial(load, flat, storage_reader=_Reader(self._folder, self._metadata), planner=planner)
             self._read(lambda: explained(read, "one of its files"))
         return flat
 

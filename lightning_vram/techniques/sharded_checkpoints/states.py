@@ -101,8 +101,8 @@ def sharded_module_state(module: nn.Module) -> dict[str, Any]:
     """Return a module's own tensors, not gathered, under clean names."""
     state = module.state_dict()
     result = OrderedDict((clean_name(key), value) for key, value in state.items())
-    metadata = metadata_of(state) or {}  # versions of modules, which baseline checkpoints have
-    set_metadata(result, OrderedDict((clean_name(name), each) for name, each in metadata.items()))
+    # Versions of modules, which baseline checkpoints have:
+    set_metadata(result, OrderedDict((clean_name(name), each) for name, each in (metadata_of(state) or {}).items()))
     return result
 
 
@@ -150,8 +150,8 @@ def _whole(value: Any, *, keep: bool) -> Any:
             value = wrap_like(part.decode(), value)
         full: Tensor = value.full_tensor().detach()
         own = value.to_local().untyped_storage().data_ptr()
-        is_own = full.untyped_storage().data_ptr() == own  # on one rank it may be the part itself
-        return full.to("cpu", copy=is_own) if keep else None
+        # On one rank it may be the part itself.
+        return full.to("cpu", copy=full.untyped_storage().data_ptr() == own) if keep else None
     if isinstance(value, Tensor):
         return decoded(value).detach().to("cpu", copy=True) if keep else None
     return value

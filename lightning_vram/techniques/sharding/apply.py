@@ -209,8 +209,7 @@ class FullSharding:
             copy_bytes = device_bytes = 0
             for p in ours:
                 size = -(-p.shape[0] // num_shards) * (p.numel() // p.shape[0])  # padded
-                dtype = (options.low_precision_dtype if p in low_precision else None) or p.dtype
-                copy_bytes += size * dtype.itemsize
+                copy_bytes += size * ((options.low_precision_dtype if p in low_precision else None) or p.dtype).itemsize
                 device_bytes += size * p.dtype.itemsize * (_NUM_HELD if p.requires_grad else 1)
             needs.append((copy_bytes, device_bytes))
         is_share = isinstance(options.device_bytes, float)
@@ -227,13 +226,12 @@ class FullSharding:
                 materialize(module, seed=options.seed, model=self.module, uninitialized_ok=options.uninitialized_ok)
             fsdp2.prepare_class(type(module), mixin_for)
         self._whole.make_contiguous(modules)
-        policy = OffloadPolicy() if place == "device" else CPUOffloadPolicy(pin_memory=False)
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=self.mesh,
             # Parameters left in the root are needed again at once.
             reshard_after_forward=None if modules == [self.module] else options.reshard_after_forward,
-            offload_policy=policy,
+            offload_policy=OffloadPolicy() if place == "device" else CPUOffloadPolicy(pin_memory=False),
             ignored_params=set(replicated),
         )
         self._sharded.update(dict.fromkeys(modules, place))

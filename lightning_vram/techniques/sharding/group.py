@@ -145,10 +145,8 @@ class ShardedGroup(GroupBase):
         absent = self._fill_in()
         self._reduce()
         self._num_returns += 1
-        arrivals = []
+        arrivals = [(parameter, parameter.sent) for parameter in self.parameters if parameter.sent is not None]
         for parameter in self.parameters:
-            if parameter.sent is not None:
-                arrivals.append((parameter, parameter.sent))
             parameter.sent = parameter.buffer = None
         if not arrivals:
             return

@@ -260,7 +260,10 @@ class _BlockFinder:
             if child in self._done or not self._sizes[child]:
                 continue
             self._done.add(child)
-            if not self._goes_with_siblings(child, module):
+            in_list = isinstance(module, nn.ModuleList) and child in self._blocks
+            in_sequence = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+            # Siblings that do not run right before and after it:
+            if not (in_list or in_sequence) or child in self._read or self._is_looked_into(child):
                 run, last = [], None
                 self._place(child)
                 continue
@@ -280,12 +283,6 @@ class _BlockFinder:
             self.split(module)
         if len(self.groups) == num_before and not {module} & (self._read | self._entered):
             self.groups.append([module])
-
-    def _goes_with_siblings(self, child: nn.Module, parent: nn.Module) -> bool:
-        """Whether all siblings of ``child`` run right before and after it."""
-        in_list = isinstance(parent, nn.ModuleList) and child in self._blocks
-        in_sequence = isinstance(parent, nn.Sequential) and type(parent).forward is nn.Sequential.forward
-        return (in_list or in_sequence) and child not in self._read and not self._is_looked_into(child)
 
     def _is_looked_into(self, module: nn.Module) -> bool:
         if module in self._read or module in self._declared:

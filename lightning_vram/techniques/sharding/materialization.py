@@ -48,7 +48,13 @@ def materialize(
         return
     others = [tensor for _, tensor in _named_tensors(model) if id(tensor) not in fresh]
     for tensor in fresh.values():
-        _allocate(tensor)
+        # Module.to_empty would make new objects, neither tied nor in the caller's lists, and empty those with values.
+        filled: Any = torch.empty_like(tensor.detach(), device="cpu")
+        filled.fill_(_marker(tensor.dtype))
+        filled.__class__ = type(tensor)
+        vars(filled).update(vars(tensor))
+        filled.requires_grad_(tensor.requires_grad)
+        swap_tensors(tensor, filled)  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _Unchanged(others):
         for name, initialize in _iterate_initializers(module, model, fresh):
             digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
@@ -61,20 +67,6 @@ def _named_tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple
     """Yield parameters and buffers, each once."""
     yield from module.named_parameters(recurse=recurse)
     yield from module.named_buffers(recurse=recurse)
-
-
-def _allocate(tensor: Tensor) -> None:
-    """Give ``tensor`` memory, filled with a marker.
-
-    ``Module.to_empty`` would make new objects, which are neither tied nor in the caller's lists, and empty those that
-    have values.
-    """
-    fresh: Any = torch.empty_like(tensor.detach(), device="cpu")
-    fresh.fill_(_marker(tensor.dtype))
-    fresh.__class__ = type(tensor)
-    vars(fresh).update(vars(tensor))
-    fresh.requires_grad_(tensor.requires_grad)
-    swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
 
 
 def _marker(dtype: torch.dtype) -> float | int | bool:

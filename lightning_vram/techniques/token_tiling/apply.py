@@ -95,8 +95,7 @@ class Body(nn.Module):
 
 def find_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Return the only tensor among arguments, if it has tokens, and no other argument could hold one."""
-    values = (*args, *kwargs.values())
-    tensors = [one for one in values if not isinstance(one, _VALUES)]
+    tensors = [one for one in (*args, *kwargs.values()) if not isinstance(one, _VALUES)]
     if len(tensors) != 1 or type(tensors[0]) not in PLAIN_TYPES:
         return None
     hidden: Tensor = tensors[0]
@@ -190,8 +189,7 @@ class _Tiled(torch.autograd.Function):
         def take(leaves: list[Tensor], results: list[Tensor], window: _Window) -> None:
             result = results[0].detach()
             if not outputs:
-                shape = (*result.shape[:dim], tensors[0].shape[dim], *result.shape[dim + 1 :])
-                outputs.append(result.new_zeros(shape))
+                outputs.append(result.new_zeros((*result.shape[:dim], tensors[0].shape[dim], *result.shape[dim + 1 :])))
             window(outputs[0]).copy_(result)
 
         # Autocast keeps casts of what needs a gradient, which would serve nobody else.
@@ -213,12 +211,9 @@ class _Tiled(torch.autograd.Function):
         if not private.retains_graph():
             ctx.call = None  # its state holds what the module held
         samples = SavedSamples(first=call.samples) if call.samples is not None else None
-        found: list[Any] = [None] * len(tensors)
-        if needs[0]:
-            found[0] = torch.zeros_like(tensors[0])
-        take = partial(_add_gradients, found, gradient)
+        found: list[Any] = [torch.zeros_like(tensors[0]) if needs[0] else None, *[None] * (len(tensors) - 1)]
         with exact_only, torch.enable_grad():
-            call.state.run(partial(call.run, tensors, needs, samples, take))
+            call.state.run(partial(call.run, tensors, needs, samples, partial(_add_gradients, found, gradient)))
         if samples is not None and (difference := samples.difference()) is not None:
             raise divergence_error(call.name, difference, "Leave it out with TokenTiling(layers=...).")
         return None, *(sum_ if sum_ is None else sum_.to(one.dtype) for sum_, one in zip(found, tensors, strict=True))
