@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cache, partial
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -448,11 +448,6 @@ _ALONG_A_DIM = "max.dim min.dim sort.default sort.stable topk.default kthvalue.d
 _ALONG_A_DIM += "mode.default cummax.default cummin.default argmax.default argmin.default argsort.stable"
 
 
-def _of_pool(num_dims: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:
-    """Of windows: an index counts the elements of one channel of the input."""
-    return int(prod(args[0].shape[-num_dims:])) - 1
-
-
 def _of_dim(function: Any) -> LargestIndex:
     arguments = schema_of(function).arguments
     position = next(i for i, argument in enumerate(arguments) if argument.name == "dim")
@@ -465,7 +460,8 @@ def _of_dim(function: Any) -> LargestIndex:
 
 
 LARGEST_INDEX: dict[Any, LargestIndex] = {
-    function: partial(_of_pool, dims)
+    # Of windows: an index counts the elements of one channel of the input.
+    function: lambda args, kwargs, dims=dims: int(prod(args[0].shape[-dims:])) - 1  # type: ignore[misc]
     for name in _POOLS
     for dims in (2, 3)
     for function in find_overloads(f"aten.{name.format(dims)}.default")
