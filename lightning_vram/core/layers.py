@@ -123,9 +123,8 @@ def find_conv_stages(module: nn.Module) -> Iterator[tuple[int, int]]:
 
 def is_stock_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Whether ``module`` is an ``nn.Sequential`` with the stock ``forward``."""
-    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
-        return False
-    return "forward" not in vars(module)  # set on the instance: it may do anything
+    is_stock = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return is_stock and "forward" not in vars(module)  # set on the instance: it may do anything
 
 
 def _follows(child: nn.Module) -> bool:
@@ -187,9 +186,7 @@ def select_layers(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern
         nested: list[str] = []
     else:
         patterns = [layers] if isinstance(layers, str | type) else layers
-        matched: set[str] = set()
-        for pattern in patterns:
-            matched.update(match_layers(pattern, names, type(model).__name__))
+        matched = {name for pattern in patterns for name in match_layers(pattern, names, type(model).__name__)}
         found = outermost(matched, names)
         inside = {part for layer in found for part in layer.module.modules()} - {layer.module for layer in found}
         nested = [name for name in names if name in matched and names[name] in inside]

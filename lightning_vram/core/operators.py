@@ -110,10 +110,8 @@ def operator_work(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
     if name in _FREE or has_no_effect or _is_view(func):
         return NO_WORK
     written_bytes = sum(map(_touched_bytes, results))
-    read_bytes = 0
-    for tensor in tensors_in((args, kwargs)):
-        touched_bytes = _touched_bytes(tensor)
-        read_bytes += min(touched_bytes, written_bytes) if name in _LOOKUPS else touched_bytes
+    touched = map(_touched_bytes, tensors_in((args, kwargs)))
+    read_bytes = sum(min(size, written_bytes) if name in _LOOKUPS else size for size in touched)
     num_calls = num_alike()
     flops = _count_flops(func, args, kwargs, outputs)
     return OperatorWork(flops * num_calls, (read_bytes + written_bytes) * num_calls, num_calls)

@@ -143,8 +143,7 @@ class StopVote:
     """Votes on stop signals that all ranks take in step: sent when a batch begins, read when the next one does."""
 
     def __init__(self, agreement: RankAgreement, signals: StopSignals) -> None:
-        self._agreement = agreement
-        self._signals = signals
+        self._agreement, self._signals = agreement, signals
         self._pending: Callable[[], tuple[int, ...]] | None = None
         self._strongest = 0
         self._num_left: float = 0

@@ -177,8 +177,7 @@ class LeanMixedPrecision(MixedPrecision):
         _check_combination(precision, self.settings, self._given_scaler if self._choice else None)
         self._run = PrecisionRun(module, trainer, self.settings, is_training=is_training)
         if is_training:
-            self._has_fallen_back, self._ended = False, {}
-            self._num_consecutive = 0
+            self._has_fallen_back, self._num_consecutive, self._ended = False, 0, {}
         if not self._has_fallen_back:  # else evaluations compute as the fit did in the end
             self.precision = precision
             is_scaled = precision == "16-mixed"

@@ -109,9 +109,8 @@ def is_constant(value: object) -> bool:
     if isinstance(value, Tensor) or is_array(value):
         return not value.ndim  # type: ignore[attr-defined]
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic):
-        return True
-    return value is None or value is Ellipsis or isinstance(value, _CONSTANTS)
+    is_number = numpy is not None and isinstance(value, numpy.generic)
+    return is_number or value is None or value is Ellipsis or isinstance(value, _CONSTANTS)
 
 
 def count_rows(value: object) -> int | None:
