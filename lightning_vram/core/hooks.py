@@ -378,15 +378,10 @@ class SavedOutput:
     """A tensor without gradient that some backward will ask for; ``others`` are on its memory with own versions."""
 
     def __init__(self, tensor: Tensor, others: Sequence[Tensor] = ()) -> None:
-        self._counters = [
-            (
-                properties.version_counter(one)
-                if type(one) in properties.PLAIN_TYPES and properties.is_strided(one)
-                else one,
-                version_of(one),
-            )
-            for one in (tensor, *others)
-        ]
+        self._counters: list[tuple[Any, int]] = []
+        for one in (tensor, *others):
+            is_plain = type(one) in properties.PLAIN_TYPES and properties.is_strided(one)
+            self._counters.append((properties.version_counter(one) if is_plain else one, version_of(one)))
         self._read = save(tensor)
 
     def give(self) -> Tensor | None:

@@ -123,9 +123,8 @@ def find_conv_stages(module: nn.Module) -> Iterator[tuple[int, int]]:
 
 def is_stock_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
     """Whether ``module`` is an ``nn.Sequential`` with the stock ``forward``."""
-    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
-        return False
-    return "forward" not in vars(module)  # set on the instance: it may do anything
+    is_stock = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return is_stock and "forward" not in vars(module)  # set on the instance: it may do anything
 
 
 def _follows(child: nn.Module) -> bool:
@@ -168,9 +167,7 @@ class LayerSelection:
 
     def modules(self) -> list[nn.Module]:
         """Return the modules of the layers, those of a run one by one."""
-        runs = (
-            [one.module] if one.span is None else list(one.module.children())[slice(*one.span)] for one in self.layers
-        )
+        runs = ([one.module] if one.span is None else [*one.module.children()][slice(*one.span)] for one in self.layers)
         return [module for run in runs for module in run]
 
 
@@ -189,9 +186,7 @@ def select_layers(model: nn.Module, layers: LayerPattern | Sequence[LayerPattern
         nested: list[str] = []
     else:
         patterns = [layers] if isinstance(layers, str | type) else layers
-        matched: set[str] = set()
-        for pattern in patterns:
-            matched.update(match_layers(pattern, names, type(model).__name__))
+        matched = {name for pattern in patterns for name in match_layers(pattern, names, type(model).__name__)}
         found = outermost(matched, names)
         inside = {part for layer in found for part in layer.module.modules()} - {layer.module for layer in found}
         nested = [name for name in names if name in matched and names[name] in inside]
@@ -268,7 +263,12 @@ def outermost(matched: set[str], names: dict[str, nn.Module]) -> list[Layer]:
 
 
 def _find_repeated_layers(model: nn.Module, names: dict[str, nn.Module]) -> list[Layer]:
-    layers = _find_declared_layers(model, names)
+    # Those that a transformers model declares: made to be checkpointed, or classes not to be split.
+    unsplit = {kind for module in (model, *names.values()) for kind in getattr(module, "_no_split_modules", None) or ()}
+    declared = {name for name, module in names.items() if type(module).__name__ in unsplit}
+    made_for_it = {name for name, module in names.items() if _has_base(module, _TRANSFORMERS_LAYER)}
+    holders = {holder for name in made_for_it for holder in _ancestors(name)}
+    layers = outermost(made_for_it | (declared - holders), names)
     if layers:
         return layers
     layers = list(_iterate_repeated(model, ""))
@@ -291,15 +291,6 @@ def _find_repeated_layers(model: nn.Module, names: dict[str, nn.Module]) -> list
             f"the model's modules are {show_names(list(names))}."
         )
     return layers
-
-
-def _find_declared_layers(model: nn.Module, names: dict[str, nn.Module]) -> list[Layer]:
-    """Layers that a transformers model declares: made to be checkpointed, or classes not to be split."""
-    unsplit = {kind for module in (model, *names.values()) for kind in getattr(module, "_no_split_modules", None) or ()}
-    declared = {name for name, module in names.items() if type(module).__name__ in unsplit}
-    made_for_it = {name for name, module in names.items() if _has_base(module, _TRANSFORMERS_LAYER)}
-    holders = {holder for name in made_for_it for holder in _ancestors(name)}
-    return outermost(made_for_it | (declared - holders), names)
 
 
 def _iterate_repeated(module: nn.Module, name: str) -> Iterator[Layer]:
@@ -333,10 +324,9 @@ def _iterate_children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Mo
 
 def _is_block(module: nn.Module) -> bool:
     """Whether recomputing the module can save anything: it computes in several operations and has parameters."""
-    if has_no_forward(module) or _has_base(module, _METRIC):
-        return False
     is_composite = any(True for _ in module.children()) or not type(module).__module__.startswith("torch.nn.")
-    return is_composite and any(True for _ in module.parameters())
+    is_layer = is_composite and not has_no_forward(module) and not _has_base(module, _METRIC)
+    return is_layer and any(True for _ in module.parameters())
 
 
 def _has_base(module: nn.Module, name: str) -> bool:

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cache, partial
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -110,10 +110,8 @@ def operator_work(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
     if name in _FREE or has_no_effect or _is_view(func):
         return NO_WORK
     written_bytes = sum(map(_touched_bytes, results))
-    read_bytes = 0
-    for tensor in tensors_in((args, kwargs)):
-        touched_bytes = _touched_bytes(tensor)
-        read_bytes += min(touched_bytes, written_bytes) if name in _LOOKUPS else touched_bytes
+    touched = map(_touched_bytes, tensors_in((args, kwargs)))
+    read_bytes = sum(min(size, written_bytes) if name in _LOOKUPS else size for size in touched)
     num_calls = num_alike()
     flops = _count_flops(func, args, kwargs, outputs)
     return OperatorWork(flops * num_calls, (read_bytes + written_bytes) * num_calls, num_calls)
@@ -448,11 +446,6 @@ _ALONG_A_DIM = "max.dim min.dim sort.default sort.stable topk.default kthvalue.d
 _ALONG_A_DIM += "mode.default cummax.default cummin.default argmax.default argmin.default argsort.stable"
 
 
-def _of_pool(num_dims: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> int:
-    """Of windows: an index counts the elements of one channel of the input."""
-    return int(prod(args[0].shape[-num_dims:])) - 1
-
-
 def _of_dim(function: Any) -> LargestIndex:
     arguments = schema_of(function).arguments
     position = next(i for i, argument in enumerate(arguments) if argument.name == "dim")
@@ -465,7 +458,8 @@ def _of_dim(function: Any) -> LargestIndex:
 
 
 LARGEST_INDEX: dict[Any, LargestIndex] = {
-    function: partial(_of_pool, dims)
+    # Of windows: an index counts the elements of one channel of the input.
+    function: lambda args, kwargs, dims=dims: int(prod(args[0].shape[-dims:])) - 1  # type: ignore[misc]
     for name in _POOLS
     for dims in (2, 3)
     for function in find_overloads(f"aten.{name.format(dims)}.default")

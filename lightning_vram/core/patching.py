@@ -217,8 +217,7 @@ def plain_class_forward(module: nn.Module) -> Callable[..., Any]:
     """Return the ``forward`` of the class of ``module``, as if it were not swapped."""
     kinds = type(module).__mro__
     # not getattr: scripted classes raise
-    forwards = (vars(kind)["forward"] for kind in kinds if "forward" in vars(kind) and _key_of(kind) is None)
-    return next(forwards)  # type: ignore[no-any-return]
+    return next(vars(kind)["forward"] for kind in kinds if "forward" in vars(kind) and _key_of(kind) is None)  # type: ignore[no-any-return]
 
 
 class MethodPatch:

@@ -143,8 +143,7 @@ class StopVote:
     """Votes on stop signals that all ranks take in step: sent when a batch begins, read when the next one does."""
 
     def __init__(self, agreement: RankAgreement, signals: StopSignals) -> None:
-        self._agreement = agreement
-        self._signals = signals
+        self._agreement, self._signals = agreement, signals
         self._pending: Callable[[], tuple[int, ...]] | None = None
         self._strongest = 0
         self._num_left: float = 0
@@ -187,10 +186,18 @@ def shielded_daemons(signals: Sequence[int]) -> Iterator[None]:
     start: Any = BaseProcess.start
 
     def start_shielded(process: Any) -> None:
-        if process.daemon:
-            _start_shielded(process, start, signals)
-        else:
+        if not process.daemon:
             start(process)
+            return
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        try:
+            if getattr(process, "_start_method", None) != "fork":
+                resource_tracker.ensure_running()  # Python 3.11 would start it meanwhile, and unblock SIGTERM by that
+            signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # a process begins with what its parent has blocked
+            start(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        process._popen.terminate = process._popen.kill
 
     if hasattr(signal, "pthread_sigmask"):
         BaseProcess.start = start_shielded  # type: ignore[method-assign, assignment]
@@ -198,15 +205,3 @@ def shielded_daemons(signals: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         BaseProcess.start = start  # type: ignore[method-assign]
-
-
-def _start_shielded(process: Any, start: Any, signals: Sequence[int]) -> None:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    try:
-        if getattr(process, "_start_method", None) != "fork":
-            resource_tracker.ensure_running()  # Python 3.11 would start it meanwhile, and unblock SIGTERM by that
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # a process begins with what its parent has blocked
-        start(process)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    process._popen.terminate = process._popen.kill

@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from itertools import chain, zip_longest
@@ -248,9 +248,14 @@ def check_same_modules(module: nn.Module, group: "dist.ProcessGroup | None" = No
     entries = _describe_module(module)
     if len(set(gather_objects(hashlib.sha256(repr(entries).encode()).hexdigest(), group))) == 1:
         return
+    described = gather_objects(entries, group)
+    row = next(row for row in zip_longest(*described, fillvalue="nothing more") if len(set(row)) > 1)
+    ranks: dict[str, list[str]] = {}
+    for rank, text in enumerate(row):
+        ranks.setdefault(text, []).append(str(rank))
+    where = " but ".join(f"{text} on rank{'s' * (len(own) > 1)} {', '.join(own)}" for text, own in ranks.items())
     raise ValueError(
-        f"The model differs between ranks: {_describe_difference(gather_objects(entries, group))}. "
-        "Build it from the same arguments in the same order on every rank."
+        f"The model differs between ranks: {where}. Build it from the same arguments in the same order on every rank."
     )
 
 
@@ -282,16 +287,6 @@ def _describe_module(module: nn.Module) -> list[str]:
         text += "" if _is_plain(tensor) else f", as {type(tensor).__name__} on {tensor.device.type}"
         entries.append(f"{kind} {name!r} {text if first_name == name else f'is the same as {first_name!r}'}")
     return entries
-
-
-def _describe_difference(described: Sequence[list[str]]) -> str:
-    """Return which ranks have what at the first place where they differ."""
-    row = next(row for row in zip_longest(*described, fillvalue="nothing more") if len(set(row)) > 1)
-    ranks: dict[str, list[str]] = {}
-    for rank, text in enumerate(row):
-        ranks.setdefault(text, []).append(str(rank))
-    where = (f"{text} on rank{'s' * (len(own) > 1)} {', '.join(own)}" for text, own in ranks.items())
-    return " but ".join(where)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -8,6 +8,7 @@ compared, up to rounding: kernels with atomic additions are not bit-exact twice.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 from weakref import ref
 
@@ -172,11 +173,8 @@ class RecomputedSaves(OwnHooks):
         self.places = places
         self.kinds: list[_Kind] = []
         self.is_complete = False  # whether the first run is over: to be set
-        self.compares_kinds = compares_kinds
-        self.stops_early = stops_early
-        self.samples = samples
-        self._run_again = run_again
-        self._difference = difference
+        self.compares_kinds, self.stops_early, self.samples = compares_kinds, stops_early, samples
+        self._run_again, self._difference = run_again, difference
         self._filled: set[Any] = set()
 
     @override
@@ -207,11 +205,8 @@ class RecomputedSaves(OwnHooks):
 
     def _fill(self, backward: Any) -> None:
         second = RecomputationHooks(self, backward)
-        try:
-            with torch.enable_grad():
-                self._run_again(second)
-        except private.StopRecomputation:
-            pass
+        with suppress(private.StopRecomputation), torch.enable_grad():
+            self._run_again(second)
         self._filled.add(backward)
         difference = second.difference()
         if difference is not None:
@@ -222,8 +217,7 @@ class RecomputationHooks(OwnHooks):
     """The hooks of one recomputation, for one backward; it ends when the operator of the last save has finished."""
 
     def __init__(self, saves: RecomputedSaves, backward: Any) -> None:
-        self._saves = saves
-        self._backward = backward
+        self._saves, self._backward = saves, backward
         self._number = 0  # of saved tensors
         # Operators: one that saves such noise, and the one that has to come to its end.
         self._unfinished = self._last = -1

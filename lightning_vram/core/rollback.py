@@ -259,9 +259,8 @@ class ForwardState:
         for state, present in zip(self._states, now, strict=True):
             state.restore()
             if present.tensors:  # FSDP1 sets parameters as views of its flat one, anew for the backward
-                vars(state.module).update(
-                    {name: t for name, t in present.tensors.items() if is_part_of_flat_parameter(t)}
-                )
+                views = {name: t for name, t in present.tensors.items() if is_part_of_flat_parameter(t)}
+                vars(state.module).update(views)
         for parameter, requires_grad in self._parameters:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
@@ -318,8 +317,7 @@ def _names_statistics(value: Any) -> bool:
     code = getattr(getattr(value, "__wrapped__", value), "__code__", value)
     if not isinstance(code, CodeType):
         return False
-    is_named = not {"running_mean", "running_var"}.isdisjoint(code.co_names)
-    return is_named or any(map(_names_statistics, code.co_consts))
+    return not {"running_mean", "running_var"}.isdisjoint(code.co_names) or any(map(_names_statistics, code.co_consts))
 
 
 def _is_moved(parameter: Tensor, data: Tensor) -> bool:

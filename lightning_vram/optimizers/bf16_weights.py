@@ -306,15 +306,6 @@ def convert_states(
             state[key] = properties.stored_like(value, parameter) if is_ordered else value
 
 
-def refill_accumulators(optimizer: Optimizer, parameters: Container[nn.Parameter]) -> None:
-    """Give Adagrad's states, created from bf16 weights, their exact initial value."""
-    for parameter in rounds.iterate_parameters(optimizer) if isinstance(optimizer, Adagrad) else ():
-        state = optimizer.state.get(parameter)
-        if parameter in parameters and state and not state["step"]:
-            initial = optimizer.defaults["initial_accumulator_value"]
-            state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)
-
-
 class UpcastStates:
     """Replaces elementwise bf16 states by fp32 ones until :meth:`round`: to nearest, a decay of .999 would be lost."""
 
@@ -384,14 +375,16 @@ class LeanParameters(rounds.StepTakeOver):
 
     def attach(self, optimizers: Sequence[Optimizer]) -> None:
         """Step optimizers in fp32 from now on; refuse all if one with bf16 weights cannot step in chunks."""
-        fresh = {
-            optimizer: rounds.why_not_steppable(optimizer) for optimizer in optimizers if optimizer not in self._taken
-        }
+        fresh = {one: rounds.why_not_steppable(one) for one in optimizers if one not in self._taken}
         for optimizer, objection in fresh.items():
             if objection is not None and self._has_ours(optimizer):
                 raise ValueError(objection)
         for optimizer in (one for one, objection in fresh.items() if objection is None):
-            refill_accumulators(optimizer, self._places)
+            for parameter in rounds.iterate_parameters(optimizer) if isinstance(optimizer, Adagrad) else ():
+                state = optimizer.state.get(parameter)
+                if parameter in self._places and state and not state["step"]:  # created from bf16 weights
+                    initial = optimizer.defaults["initial_accumulator_value"]
+                    state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)
             convert_states(optimizer, self._places, *self._dtypes)
             self._take(optimizer)
             self._handles += self._held.begin(optimizer, self._after_load)
@@ -491,8 +484,7 @@ class LeanParameters(rounds.StepTakeOver):
         seed = self.num_steps, chunk.number
         upcast = UpcastStates(shaped)
         try:
-            groups = [member.group for member in members]
-            step_round.step_proxies(groups, _make_proxies(chunk, exact, members), states)
+            step_round.step_proxies([one.group for one in members], _make_proxies(chunk, exact, members), states)
         finally:
             upcast.round(shaped, seed)
             for member, state in zip(members, states, strict=True):
@@ -528,9 +520,8 @@ class LeanParameters(rounds.StepTakeOver):
 
 
 def _is_copy(value: Tensor, parameter: nn.Parameter) -> bool:
-    if value.dtype is not parameter.dtype or value.shape != parameter.shape:
-        return False
-    return torch.equal(value.to(parameter.device).view(torch.int16), parameter.detach().view(torch.int16))
+    is_alike = value.dtype is parameter.dtype and value.shape == parameter.shape
+    return is_alike and torch.equal(value.to(parameter.device).view(torch.int16), parameter.detach().view(torch.int16))
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:

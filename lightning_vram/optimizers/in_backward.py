@@ -163,8 +163,7 @@ class ReducedBuckets:
     def __init__(self, ddp: DistributedDataParallel, take: Callable[[Any], None]) -> None:
         self.parameters = {one for one in ddp.parameters() if one.requires_grad}
         self.has_reduced = False
-        self.ddp = ddp
-        self._take = take
+        self.ddp, self._take = ddp, take
         self._under_way: Sent | None = None
         living = ref(self)  # the reducer holds its hook, invisible to the garbage collector
         ddp.register_comm_hook(None, lambda _, bucket: _reduce(living(), bucket))
@@ -321,8 +320,7 @@ class BackwardSteps(rounds.StepTakeOver):
             self._groups = {}
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
-        own = set(self._module.parameters())
-        return any(parameter in own for parameter in rounds.iterate_parameters(optimizer))
+        return not set(self._module.parameters()).isdisjoint(rounds.iterate_parameters(optimizer))
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         step, loss = self._current, None

@@ -206,8 +206,7 @@ def _as_of_torchao(moment: MappedTensor) -> Any:
     values, is_signed = moment.code_map.on(moment.device), not moment.is_positive
     kind = import_module(f"torchao.optim.subclass_{moment.bits}bit")
     if moment.bits == 8:
-        records = moment.records.view(moment.shape)
-        return kind.OptimState8bit(records, moment.scales, values, is_signed, torch.float32)
+        return kind.OptimState8bit(moment.records.view(moment.shape), moment.scales, values, is_signed, torch.float32)
     return kind.OptimState4bit(moment.records, moment.scales, values, is_signed, moment.shape, torch.float32)
 
 

@@ -265,9 +265,7 @@ class LowPrecisionMoments(rounds.StepTakeOver):
 
     def _has_ours(self, optimizer: Optimizer) -> bool:
         own = set(self._module.parameters())
-        return self._form.fits(optimizer) and any(
-            parameter in own for parameter in rounds.iterate_parameters(optimizer)
-        )
+        return self._form.fits(optimizer) and not own.isdisjoint(rounds.iterate_parameters(optimizer))
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         loss = None if closure is None else closure()

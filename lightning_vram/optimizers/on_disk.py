@@ -249,9 +249,8 @@ def _has_begun(state: rounds.State) -> bool:
 def _stored_part(state: rounds.State, slots: dict[str, Tensor]) -> rounds.State:
     """Return the states of a part; a step that fails must not change what there is once, such as the step count."""
     scalars = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-    counts = {key: value for key, value in state.items() if isinstance(value, Tensor) and not value.dim()}
-    copied = {key: value.detach().clone() for key, value in counts.items()}
-    return scalars | copied | slots if _has_begun(state) else {}
+    counts = {key: one.detach().clone() for key, one in state.items() if isinstance(one, Tensor) and not one.dim()}
+    return scalars | counts | slots if _has_begun(state) else {}
 
 
 def _keep_states(part: Part, slots: Mapping[str, Tensor]) -> rounds.State:

@@ -176,7 +176,9 @@ class HostOptimizers(rounds.StepTakeOver):
 
     def _attach_foreign(self, optimizer: Optimizer) -> None:
         """Step an optimizer of an unknown class synchronously, on whole tensors if possible."""
-        is_whole = not self._is_split and rounds.can_step_wholes(optimizer)
+        # An optimizer within it would have the parameters, too.
+        has_inner = any(isinstance(value, Optimizer) for key, value in vars(optimizer).items() if key != "step")
+        is_whole = not self._is_split and rounds.has_own_step(optimizer) and not has_inner
         tensors = "whole tensors" if is_whole else "sharded tensors, which may raise errors of DTensor"
         warnings.warn(
             f"{type(optimizer).__name__} is not one of torch.optim's elementwise optimizers, such as AdamW: it steps "

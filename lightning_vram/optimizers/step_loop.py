@@ -271,9 +271,7 @@ def step_flat_shards(
         if not ours:
             continue
         values = (value for one in ours for value in one.local_state.values() if isinstance(value, Tensor))
-        can_part = moment_forms.is_elementwise(type(step_round.optimizer)) and all(
-            value.is_contiguous() for value in values
-        )
+        can_part = moment_forms.is_elementwise(type(step_round.optimizer)) and all(t.is_contiguous() for t in values)
         if flat_shard.shards is None and not is_whole and can_part:
             _step_all(step_round, states, [(one, flat_shard.split, places[one.parameter]) for one in ours])
         else:

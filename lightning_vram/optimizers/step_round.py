@@ -191,9 +191,8 @@ class StepRound:
         contiguous: Container[nn.Parameter] = (),
         known: KnownStates | None = None,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self.factor = optimizer, factor
         self._known: KnownStates = {} if known is None else known
-        self.factor = factor
         self._attributes = dict(vars(optimizer))
         self._is_on_host, self._contiguous = is_on_host, contiguous
         self._groups = [_freeze(group) for group in optimizer.param_groups]
@@ -447,12 +446,6 @@ def _attach_new(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None
                 owner.attach([optimizer])
 
 
-def can_step_wholes(optimizer: Optimizer) -> bool:
-    """Whether its step is its own: an optimizer within it would have the parameters, too."""
-    others = (value for key, value in vars(optimizer).items() if key != "step")
-    return has_own_step(optimizer) and not any(isinstance(value, Optimizer) for value in others)
-
-
 class WholeSteps:
     """Steps one optimizer that may look at shapes, on whole parameters over the same memory; others see shards.
 
@@ -460,8 +453,7 @@ class WholeSteps:
     """
 
     def __init__(self, optimizer: Optimizer, written: Callable[[], None]) -> None:
-        self._optimizer = optimizer
-        self._written = written
+        self._optimizer, self._written = optimizer, written
         self._proxies: dict[nn.Parameter, nn.Parameter] = {}  # reused: optimizers may hold more by parameter
         self._given: dict[nn.Parameter, Tensor | None] = {}  # gradients of proxies, when they were set
 
@@ -487,8 +479,7 @@ class WholeSteps:
 
     def _put_proxies(self) -> None:
         state = self._optimizer.state
-        sharded = [p for p in iterate_parameters(self._optimizer) if isinstance(p, DTensor)]
-        for parameter in sharded:
+        for parameter in [p for p in iterate_parameters(self._optimizer) if isinstance(p, DTensor)]:
             proxy = self._proxies.setdefault(parameter, nn.Parameter(fsdp2.local_shard(parameter)))
             proxy.data = fsdp2.local_shard(parameter)
             proxy.requires_grad_(parameter.requires_grad)

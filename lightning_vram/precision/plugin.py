@@ -174,12 +174,10 @@ class LeanMixedPrecision(MixedPrecision):
         self.teardown()  # of an interrupted run
         self.device = trainer.strategy.root_device.type
         precision = resolve_precision(self._choice, self.device)
-        scaler = self._given_scaler if self._choice else None
-        _check_combination(precision, self.settings, scaler)
+        _check_combination(precision, self.settings, self._given_scaler if self._choice else None)
         self._run = PrecisionRun(module, trainer, self.settings, is_training=is_training)
         if is_training:
-            self._has_fallen_back, self._ended = False, {}
-            self._num_consecutive = 0
+            self._has_fallen_back, self._num_consecutive, self._ended = False, 0, {}
         if not self._has_fallen_back:  # else evaluations compute as the fit did in the end
             self.precision = precision
             is_scaled = precision == "16-mixed"
@@ -283,7 +281,9 @@ class LeanMixedPrecision(MixedPrecision):
             if self._run.scaling is not None:
                 return self._scaled_step(self._run, self._run.scaling, optimizer, closure, **kwargs)
             result = Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
-        self._run.log_lost_updates()
+        share = None if self._run.lean is None else self._run.lean.check.share
+        if share is not None:  # of updates that rounding undid in this step, if it was counted
+            log_of_step(self._run.module, {"vram/lost_updates": share})
         return result
 
     @override

@@ -1,7 +1,7 @@
 """What the plugin changes from the setup of a run to its teardown: module, averages, optimizers, schedules."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -77,17 +77,7 @@ def _find_islands(module: nn.Module, patterns: Sequence[LayerPattern]) -> dict[n
     try:
         return {layer.module: layer.name for layer in select_layers(module, patterns).layers}
     except ValueError as error:
-        message = str(error).replace("layers=", "fp32_modules=", 1)
-        raise ValueError(f"LeanMixedPrecision: {message}") from None
-
-
-def _lean_parameters(module: nn.Module, islands: Collection[nn.Module]) -> list[nn.Parameter]:
-    """All but those of fp32 islands, computed weights, and kernels that need float32; bf16 ones are never exempt."""
-    kinds = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.Bilinear)
-    norms = (one for one in module.modules() if isinstance(one, kinds) or type(one).__name__.endswith("Norm"))
-    exempt = {*islands, *norms, *iterate_computing(module)}
-    in_float32 = {parameter for part in exempt for parameter in part.parameters(recurse=False)}
-    return [p for p in module.parameters() if p not in in_float32 or p.dtype is torch.bfloat16]
+        raise ValueError("LeanMixedPrecision: " + str(error).replace("layers=", "fp32_modules=", 1)) from None
 
 
 def list_averages(trainer: pl.Trainer | None, module: nn.Module) -> list[tuple[WeightAveraging, AveragedModel]]:
@@ -169,9 +159,13 @@ class PrecisionRun:
             self._undo = undo.pop_all()
 
     def _store_in_bf16(self, undo: ExitStack, averages: list[tuple[WeightAveraging, AveragedModel]]) -> None:
-        self.lean = lean = LeanParameters(
-            _lean_parameters(self.module, self._inside), self.settings.parameters, self._named_parameters()
-        )
+        # All but those of fp32 islands, computed weights, and kernels that need float32; bf16 ones are never exempt.
+        kinds = (NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.Bilinear)
+        norms = (one for one in self.module.modules() if isinstance(one, kinds) or type(one).__name__.endswith("Norm"))
+        exempt = {*self._inside, *norms, *iterate_computing(self.module)}
+        in_float32 = {parameter for part in exempt for parameter in part.parameters(recurse=False)}
+        chosen = [p for p in self.module.parameters() if p not in in_float32 or p.dtype is torch.bfloat16]
+        self.lean = lean = LeanParameters(chosen, self.settings.parameters, self._named_parameters())
         undo.callback(lean.restore)
         undo.callback(read_weights_as(self.module, torch.bfloat16, skip=self._inside))
         calls = Swaps("_lightning_vram_between_steps")
@@ -212,9 +206,7 @@ class PrecisionRun:
         holds_lr: bool,
     ) -> None:
         """Let the optimizers of a fit step the stored weights, or refuse those that cannot; register schedules."""
-        optimizers = [
-            optimizer for optimizer in optimizers if not isinstance(optimizer, private_lightning.MockOptimizer)
-        ]
+        optimizers = [one for one in optimizers if not isinstance(one, private_lightning.MockOptimizer)]
         if scaler is not None:
             refuse_optimizers(self.module, optimizers)
         if self.lean is None:
@@ -226,8 +218,7 @@ class PrecisionRun:
             casts = WeightCasts(self.module, self.device_type, skip=self._inside)
             self._undo.callback(casts.remove)
             # Of all optimizers: some are made in the midst of training, and steps do not all pass the plugin.
-            hook = register_optimizer_step_post_hook(partial(_after_any_step, ref(casts)))
-            self._undo.callback(hook.remove)
+            self._undo.callback(register_optimizer_step_post_hook(partial(_after_any_step, ref(casts))).remove)
         if scaler is not None:
             # One rank may have an overflow in sharded or unreduced gradients.
             over_ranks = partial(self.trainer.strategy.reduce, reduce_op="sum") if self.trainer.world_size > 1 else None
@@ -269,12 +260,6 @@ class PrecisionRun:
         """Continue without a scale. Calling it again does nothing."""
         self._undo_scaling.close()
         self.scaling = None
-
-    def log_lost_updates(self) -> None:
-        """Log the share of updates that rounding undid in the last step, if it was counted."""
-        share = None if self.lean is None else self.lean.check.share
-        if share is not None:
-            log_of_step(self.module, {"vram/lost_updates": share})
 
     def warn_of_idle_islands(self) -> None:
         """Warn once, after a training step, of ``fp32_modules`` that it did not call."""

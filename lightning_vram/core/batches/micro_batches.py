@@ -167,9 +167,8 @@ class _Combination:
         if isinstance(first, float) or getattr(getattr(first, "dtype", None), "kind", "") == "f":  # or a NumPy number
             tensors = [torch.tensor(float(value), dtype=torch.float64) for value in values]
             return type(first)(weighted_mean(tensors, self.shares, self.sizes).item())
-        raise _refuse(
-            path, values, f"differ: {values[0]!r}, {values[1]!r}" if splitting.is_constant(first) else "are unknown"
-        )
+        reason = f"differ: {values[0]!r}, {values[1]!r}" if splitting.is_constant(first) else "are unknown"
+        raise _refuse(path, values, reason)
 
     def _join(self, values: list[Any], path: splitting.BatchPath) -> Any:
         first = values[0]

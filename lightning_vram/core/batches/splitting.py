@@ -109,9 +109,8 @@ def is_constant(value: object) -> bool:
     if isinstance(value, Tensor) or is_array(value):
         return not value.ndim  # type: ignore[attr-defined]
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic):
-        return True
-    return value is None or value is Ellipsis or isinstance(value, _CONSTANTS)
+    is_number = numpy is not None and isinstance(value, numpy.generic)
+    return is_number or value is None or value is Ellipsis or isinstance(value, _CONSTANTS)
 
 
 def count_rows(value: object) -> int | None:
@@ -253,8 +252,7 @@ class _Misfit(Exception):  # noqa: N818
 
     def __init__(self, path: BatchPath, found: str) -> None:
         super().__init__(path.code)
-        self.path = path
-        self.found = found
+        self.path, self.found = path, found
 
 
 class _Layout:
@@ -264,8 +262,7 @@ class _Layout:
         self.size = size
         self.roles: dict[BatchPath, Role] = {}  # how each list that follows the batch is read
         self.why_ambiguous: str | None = None
-        self._shared = shared
-        self._known = known
+        self._shared, self._known = shared, known
 
     def read(self, value: object, path: BatchPath = _ROOT) -> bool:
         """Return whether an entry is cut, or is for all samples; raise :class:`_Misfit` if it can be neither."""
@@ -286,12 +283,13 @@ class _Layout:
         return any(self._read_columns(parts, path))
 
     def _read_columns(self, parts: Parts, path: BatchPath) -> list[bool]:
-        paths = path.children(parts)
-        return [self.read(value, child) for value, child in zip(parts.values, paths, strict=True)]
+        return [self.read(value, child) for value, child in zip(parts.values, path.children(parts), strict=True)]
 
     def _read_list(self, parts: Parts, path: BatchPath) -> bool:
         known = self._known.get(path)
-        could_be_samples = known != "columns" and self._could_be_samples(parts, path)
+        could_be_samples = known != "columns" and len(parts.values) == self.size and is_uniform(parts.values)
+        if could_be_samples and path == _ROOT:  # a list of tensors is what a collate function makes
+            could_be_samples = count_rows(parts.values[0]) is None
         columns = _Layout(self.size, self._shared, self._known)
         misfit: tuple[BatchPath, str] | None = None
         are_cut: list[bool] = []
@@ -312,13 +310,6 @@ class _Layout:
         if is_plain(parts.values) or (misfit is None and known != "samples"):
             return False
         raise _Misfit(*(misfit or (path, f"is a list of {len(parts.values)}")))
-
-    def _could_be_samples(self, parts: Parts, path: BatchPath) -> bool:
-        if len(parts.values) != self.size or not is_uniform(parts.values):
-            return False
-        return (
-            path != _ROOT or count_rows(parts.values[0]) is None
-        )  # a list of tensors is what a collate function makes
 
 
 def is_uniform(values: Sequence[object]) -> bool:
@@ -349,7 +340,7 @@ def _find_layout(batch: object, shared: SharedKeys, known: Mapping[BatchPath, Ro
         evidence = ", but ".join(_find_evidence(batch, shared, layout.size) for layout in fits)
         raise BatchSplitError(f"The batch size is ambiguous: {evidence}. To split it, {WAY_OUT}.")
     reason = fits[0].why_ambiguous
-    if reason is None and isinstance(batch, list) and _ROOT not in known:
+    if reason is None and isinstance(batch, list) and len(batch) > 1 and _ROOT not in known:
         reason = _why_unclear(batch, fits[0])
     if reason is not None:
         raise BatchSplitError(f"The batch layout is ambiguous: {reason}. To split it, {WAY_OUT}.")
@@ -372,11 +363,9 @@ def _suggest_sizes(batch: object, shared: SharedKeys) -> list[int]:
 def _why_unclear(batch: list[Any], layout: _Layout) -> str | None:
     """Say what an outermost list may be instead, though only one reading fits its sizes."""
     if layout.roles.get(_ROOT) == "samples":
-        are_batches = len(batch) > 1 and all(map(_is_batch, batch))
-        return f"{layout.size} samples, or {layout.size} batches" if are_batches else None
-    if len(batch) > 1 and all(count_rows(value) is not None for value in batch) and _may_be_samples(batch):
-        return f"{len(batch)} samples, or {len(batch)} columns of {layout.size}"
-    return None
+        return f"{layout.size} samples, or {layout.size} batches" if all(map(_is_batch, batch)) else None
+    may_be_samples = all(count_rows(value) is not None for value in batch) and _may_be_samples(batch)
+    return f"{len(batch)} samples, or {len(batch)} columns of {layout.size}" if may_be_samples else None
 
 
 def _is_batch(value: Any) -> bool:

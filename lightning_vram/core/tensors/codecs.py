@@ -116,8 +116,7 @@ def join_(numbers: Tensor, lower: Tensor) -> None:
     Numbers that were written since move by half a unit in the last place of bf16 at most, NaNs not at all, and zeros
     stay zeros: so what was split from numbers below 2^-134 is lost.
     """
-    is_nonzero = numbers.bfloat16().view(torch.int16).bitwise_and_(0x7FFF).ne_(0)
-    own = is_nonzero.mul_(lower)
+    own = numbers.bfloat16().view(torch.int16).bitwise_and_(0x7FFF).ne_(0).mul_(lower)  # of nonzero ones
     bits = numbers.view(torch.int32).add_(own)
     bits.sub_(own.mul_(numbers.isnan()))  # beyond infinity
 
@@ -191,8 +190,7 @@ def _draws_on_host() -> Tensor:
 
 
 def _make_draws(start: int, stop: int, device: torch.device) -> Tensor:
-    places = torch.arange(start, stop, dtype=torch.int32, device=device)
-    return places.mul_(_STRIDE).bitwise_and_(0xFFFF)
+    return torch.arange(start, stop, dtype=torch.int32, device=device).mul_(_STRIDE).bitwise_and_(0xFFFF)
 
 
 def _regular_bits(numbers: Tensor) -> Tensor:
@@ -249,8 +247,7 @@ class LowBitTensor(Tensor):
         out = self.records.new_empty(self.numel(), dtype=torch.float32)
         native = native_codecs(out, self.records)
         if native is None:
-            values = decode_rows(self.records, self.bits, is_positive=self.is_positive)
-            out.copy_(values.view(-1)[: self.numel()])
+            out.copy_(decode_rows(self.records, self.bits, is_positive=self.is_positive).view(-1)[: self.numel()])
         else:
             native.decode_low_bit(self.records, out, self.bits, is_positive=self.is_positive)
         return out.as_strided(self.shape, self.stride())

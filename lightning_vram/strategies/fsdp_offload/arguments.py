@@ -42,12 +42,22 @@ def check_arguments(init: Callable[..., None], given: dict[str, Any]) -> SimpleN
     for key, kind in kinds.items():
         _check_kind(f"{NAME}({key})", given[key], kind)
     arguments = SimpleNamespace(**{key: given[key] for key in kinds})
-    _check_together(vars(arguments))
+    for name, other, values in _NEEDS:
+        is_off = given[name] in (None, "fp32") or given[name] is False
+        if not is_off and given[other] not in values:
+            needed = " or ".join(map(repr, values))
+            raise ValueError(f"{NAME}({name}={given[name]!r}) needs {other}={needed}, got {given[other]!r}.")
     if arguments.reshard_after_forward is None:
         arguments.reshard_after_forward = arguments.shard != "grad_op"
-    arguments.device_bytes = _read_device_bytes(arguments.device_bytes)
+    is_share = isinstance(arguments.device_bytes, float)
+    if is_share and not 0 <= arguments.device_bytes <= 1:
+        raise ValueError(f"{NAME}(device_bytes) as a share must be from 0.0 to 1.0, got {arguments.device_bytes}.")
+    if not is_share and arguments.device_bytes not in (None, "auto"):
+        arguments.device_bytes = parse_bytes(arguments.device_bytes, f"{NAME}(device_bytes)")
     arguments.nvme_path = None if arguments.nvme_path is None else Path(arguments.nvme_path)
-    arguments.timeout = _read_timeout(arguments.timeout)
+    if not isinstance(arguments.timeout, timedelta):
+        check_number(f"{NAME}(timeout)", arguments.timeout, int | float, "seconds, or a timedelta", at_least=1)
+        arguments.timeout = timedelta(seconds=arguments.timeout)
     return arguments
 
 
@@ -58,28 +68,6 @@ def _check_kind(name: str, value: Any, kind: Any) -> None:
         check_bool(name, value)
     if kind is int or (kind == int | None and value is not None):
         check_positive_int(name, value)
-
-
-def _check_together(given: dict[str, Any]) -> None:
-    for name, other, values in _NEEDS:
-        is_off = given[name] in (None, "fp32") or given[name] is False
-        if not is_off and given[other] not in values:
-            needed = " or ".join(map(repr, values))
-            raise ValueError(f"{NAME}({name}={given[name]!r}) needs {other}={needed}, got {given[other]!r}.")
-
-
-def _read_device_bytes(device_bytes: Any) -> Any:
-    if isinstance(device_bytes, float) and not 0 <= device_bytes <= 1:
-        raise ValueError(f"{NAME}(device_bytes) as a share must be from 0.0 to 1.0, got {device_bytes}.")
-    is_read = device_bytes in (None, "auto") or isinstance(device_bytes, float)
-    return device_bytes if is_read else parse_bytes(device_bytes, f"{NAME}(device_bytes)")
-
-
-def _read_timeout(timeout: Any) -> timedelta:
-    if isinstance(timeout, timedelta):
-        return timeout
-    check_number(f"{NAME}(timeout)", timeout, int | float, "seconds, or a timedelta", at_least=1)
-    return timedelta(seconds=timeout)
 
 
 def check_run(trainer: pl.Trainer, device: torch.device, device_bytes: Any, name: str) -> None:
@@ -140,8 +128,7 @@ def fitting_precision(plugin: Precision, name: str) -> Precision:
             )
         return plugin
     if type(plugin) is MixedPrecision:
-        precision = "fp16" if plugin.precision == "16-mixed" else "bf16"
-        return LeanMixedPrecision(precision, scaler=plugin.scaler)  # type: ignore[arg-type]
+        return LeanMixedPrecision("fp16" if plugin.precision == "16-mixed" else "bf16", scaler=plugin.scaler)
     if type(plugin) in (Precision, HalfPrecision, DoublePrecision):
         return plugin
     raise TypeError(

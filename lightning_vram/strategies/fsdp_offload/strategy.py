@@ -235,7 +235,11 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
                 if detect_fake_mode() is None:  # estimates have no other ranks
                     self._undo.callback(WholeNumbers(self.arguments.timeout).remove)
             self.setup_precision_plugin()
-        self._turn_off_inference_mode(trainer)
+        # FSDP2 reuses tensors in later steps, which inference mode forbids.
+        fit_loop = trainer.fit_loop.epoch_loop.val_loop
+        for loop in (fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            self._undo.callback(setattr, loop, "inference_mode", loop.inference_mode)
+            loop.inference_mode = False
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -272,7 +276,6 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         plan = plan_sharding_groups(module, arguments.wrap, min_params=arguments.min_params)
         if is_stepping_here:
             self._check_host_memory(module, names, low_precision_dtype)
-        seed = torch.tensor(torch.initial_seed() % 2**31)
         self._sharding = FullSharding(
             module,
             self.device_mesh,
@@ -287,7 +290,7 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
                 low_precision_dtype=low_precision_dtype,
                 low_precision=names,
                 uninitialized_ok=self._to_load is not None,
-                seed=int(self.broadcast(seed)),
+                seed=int(self.broadcast(torch.tensor(torch.initial_seed() % 2**31))),
                 num_threads=self._num_threads,
             ),
         )
@@ -301,8 +304,8 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         self._host_needs = {}
         if self.arguments.device_bytes is not None:  # some of it will be on the device
             return
-        has_copies = self.root_device.type != "cpu" and self.arguments.master != "split"
-        copied = cast if has_copies else ()  # gradients have 32 bits in the first batches, split or not
+        # Gradients have 32 bits in the first batches, split or not.
+        copied = cast if self.root_device.type != "cpu" and self.arguments.master != "split" else ()
         num_shards = self.device_mesh.size(-1)
         averages = [average.module for _, average in list_averages(find_trainer(module), module)]
         self._host_needs = count_host_needs(module, num_shards, copied, low_precision_dtype, averages)
@@ -359,13 +362,6 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
     def _num_threads(self) -> int:
         cores = cores_of_rank(self.num_processes) if self._binding is None else self._binding.num_threads
         return self.arguments.cpu_threads or cores
-
-    def _turn_off_inference_mode(self, trainer: pl.Trainer) -> None:
-        """FSDP2 reuses tensors in later steps, which inference mode forbids."""
-        fit_loop = trainer.fit_loop.epoch_loop.val_loop
-        for loop in (fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            self._undo.callback(setattr, loop, "inference_mode", loop.inference_mode)
-            loop.inference_mode = False
 
     def _bind_to_numa_node(self) -> None:
         wanted = self.arguments.bind_to_numa_node
