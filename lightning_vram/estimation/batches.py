@@ -48,25 +48,19 @@ def first_batch(module: pl.LightningModule, datamodule: pl.LightningDataModule |
     name = type(source).__name__
     try:
         if is_overridden("prepare_data", source):
-            _prepare(source)
+            # on the rank on which Lightning would, in the place of the next call
+            kinds = [getattr(environments, f"{kind}Environment") for kind in _ENVIRONMENTS]
+            environment = next(kind for kind in kinds if kind.detect())()
+            if environment.local_rank() == 0 and (source.prepare_data_per_node or environment.node_rank() == 0):
+                source.prepare_data()
+                vars(source)["prepare_data"] = partial(_forget_prepared, source)
         if datamodule is not None:
             datamodule.setup("fit")
-        loader = CombinedLoader(source.train_dataloader())
-        batch, _, _ = next(iter(loader))
+        return next(iter(CombinedLoader(source.train_dataloader())))[0]
     except StopIteration:
         raise ValueError(f"{name}.train_dataloader() has no batch. {_HOW}.") from None
     except Exception as error:  # theirs can raise anything
         raise ValueError(f"{name} makes no batch: {error}. {_HOW}.") from error
-    return batch
-
-
-def _prepare(source: Any) -> None:
-    """Run ``prepare_data`` on the rank on which Lightning would, in the place of the next call."""
-    kinds = [getattr(environments, f"{name}Environment") for name in _ENVIRONMENTS]
-    environment = next(kind for kind in kinds if kind.detect())()
-    if environment.local_rank() == 0 and (source.prepare_data_per_node or environment.node_rank() == 0):
-        source.prepare_data()
-        vars(source)["prepare_data"] = partial(_forget_prepared, source)
 
 
 def _forget_prepared(source: Any) -> None:
@@ -183,10 +177,9 @@ def read_first_batches(trainer: pl.Trainer, module: pl.LightningModule, most: in
 def _length(combined: CombinedLoader, limit: int | float) -> int | None:
     lengths = [sized_len(loader) for loader in combined.flattened]
     known = [length for length in lengths if length is not None]
-    length = max(known) if len(known) == len(lengths) else None
-    if isinstance(limit, int):
-        return limit if length is None else min(length, limit)
-    return length if length is None else int(limit * length)
+    if len(known) < len(lengths):
+        return limit if isinstance(limit, int) else None
+    return min(max(known), limit) if isinstance(limit, int) else int(limit * max(known))
 
 
 def _set_up_twin(module: pl.LightningModule, trainer: pl.Trainer) -> pl.LightningModule:
@@ -205,9 +198,7 @@ def _first_of(loader: Any, most: int) -> list[Any]:
     if isinstance(loader, DataLoader):
         stacks = loader.collate_fn is default_collate and loader.batch_size not in (None, 1)
         return _first_of_loader(loader, 1 if stacks else most)
-    if not isinstance(loader, _READ_BY_PLACE):
-        loader = _copy(loader)
-    return list(islice(loader, most))
+    return list(islice(loader if isinstance(loader, _READ_BY_PLACE) else _copy(loader), most))
 
 
 def _first_of_loader(loader: DataLoader[Any], most: int) -> list[Any]:

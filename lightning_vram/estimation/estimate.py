@@ -384,8 +384,9 @@ class Estimator:
         size, module, batch, run = batch_size_of(self._batch), self._module, self._batch, self._run
         if not size or not self.has_limits:
             return Limit()
-        other = size // 2 or 2
-        return self._largest((size, other), lambda new: trace_fit(module, with_batch_size(batch, size, new), run))
+        return self._largest(
+            (size, size // 2 or 2), lambda new: trace_fit(module, with_batch_size(batch, size, new), run)
+        )
 
     def max_sequence_length(self) -> Limit:
         """Return the longest sequence; of no known length if there is none."""
@@ -440,5 +441,4 @@ def spec_of(device: str | torch.device | DeviceSpec) -> DeviceSpec:
     if isinstance(device, DeviceSpec):
         return device
     check_kind("estimate_memory(device)", device, str | torch.device, "a name or a DeviceSpec")
-    is_host = str(device) == _HOST
-    return DeviceSpec(_HOST, available_host_bytes() or 1) if is_host else find_device(str(device))
+    return DeviceSpec(_HOST, available_host_bytes() or 1) if str(device) == _HOST else find_device(str(device))

@@ -62,7 +62,12 @@ def isolated(*, is_connected: bool = False) -> Iterator[None]:
             stack.callback(logger.setLevel, logger.level)
         stack.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
-        _silence_first_times(stack)
+        # What is said once in a process is not said here, nor noted as said: the run has yet to say it.
+        once = [name for name in dir(logging.Logger) if name.endswith("_once")]  # of transformers, for one
+        for owner, names in ((WarningCache, ("warn", "deprecation", "info")), (logging.Logger, once)):
+            stack.enter_context(replaced(owner, dict.fromkeys(names, _do_nothing)))
+        stack.callback(torch.set_warn_always, torch.is_warn_always_enabled())
+        torch.set_warn_always(True)
         stack.callback(os.environ.update, dict(os.environ))
         stack.callback(os.environ.clear)
         _restore_switches(stack)
@@ -77,22 +82,12 @@ def isolated(*, is_connected: bool = False) -> Iterator[None]:
             raise end.__context__ from None
 
 
-def _silence_first_times(stack: ExitStack) -> None:
-    """What is said once in a process is not said here, nor noted as said: the run has yet to say it."""
-    once = [name for name in dir(logging.Logger) if name.endswith("_once")]  # of transformers, for one
-    for owner, names in ((WarningCache, ("warn", "deprecation", "info")), (logging.Logger, once)):
-        stack.enter_context(replaced(owner, dict.fromkeys(names, _do_nothing)))
-    stack.callback(torch.set_warn_always, torch.is_warn_always_enabled())
-    torch.set_warn_always(True)
-
-
 def _restore_switches(stack: ExitStack) -> None:
     known = vars(rank_zero_only)
     if "rank" in known:
         stack.callback(known.__setitem__, "rank", known["rank"])
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    stack.callback(torch.use_deterministic_algorithms, is_deterministic, warn_only=warns)
+    stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warns)
     stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
     stack.callback(torch.set_num_threads, torch.get_num_threads())
 
@@ -115,7 +110,7 @@ _KEPT = (
 _NEED_CUDA = (FSDPStrategy, DeepSpeedStrategy)
 _NAMES_OF_SUCH = ("deepspeed", "fsdp_cpu_offload")
 _STARTS_PROCESSES = re.compile("_(spawn|fork|notebook)")  # of ddp: no process is started here
-_ON_ONE_DEVICE = (None, "auto", "single_device")
+ON_ONE_DEVICE = (None, "auto", "single_device")  # all others connect processes, be it one
 
 
 class FakeAccelerator(CPUAccelerator):
@@ -147,11 +142,6 @@ class FakeEnvironment(LightningEnvironment):
     local_rank = node_rank = global_rank
 
 
-def needs_ranks(arguments: Mapping[str, Any]) -> bool:
-    """Whether the strategy connects processes, be it one."""
-    return arguments.get("strategy") not in _ON_ONE_DEVICE
-
-
 def make_trainer(
     arguments: Mapping[str, Any],
     device: torch.device,
@@ -161,12 +151,11 @@ def make_trainer(
 ) -> pl.Trainer:
     """Make a Trainer that runs :data:`NUM_STEPS` optimizer steps and one batch of validation."""
     if unknown := arguments.keys() - inspect.signature(pl.Trainer.__init__).parameters.keys():
-        name = sorted(unknown)[0]
-        raise TypeError(f"estimate_memory(trainer) takes arguments of Trainer, got {name!r}, which is not one.")
+        raise TypeError(f"estimate_memory(trainer) takes arguments of Trainer, got {min(unknown)!r}, which is not one.")
     kept = {name: value for name, value in arguments.items() if name in _KEPT}
     callbacks, plugins = kept.pop("callbacks"), kept.pop("plugins")
     strategy = kept.get("strategy")
-    if strategy in _ON_ONE_DEVICE:
+    if strategy in ON_ONE_DEVICE:
         kept["strategy"] = SingleDeviceStrategy(device=device) if num_ranks == 1 else "ddp"
     elif isinstance(strategy, _NEED_CUDA) or str(strategy).startswith(_NAMES_OF_SUCH) or strategy == "fsdp":
         raise ValueError(
@@ -304,9 +293,7 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 def as_list(value: Any) -> list[Any]:
     """Return what a Trainer takes alone, in a list or not at all as a list."""
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 def _is_ours(callback: Callback) -> bool:

@@ -49,10 +49,8 @@ def limit_bytes(name: str, limit: int | float | str, device: torch.device) -> in
     if limit == AUTO:
         return None
     if isinstance(limit, float):
-        return int(
-            limit
-            * (accelerators.total_bytes(device) if accelerators.can_limit(device) else available_host_bytes() or 0)
-        )
+        whole = accelerators.total_bytes(device) if accelerators.can_limit(device) else available_host_bytes() or 0
+        return int(limit * whole)
     return parse_bytes(limit, name)
 
 
@@ -106,11 +104,9 @@ def decide_together(
 def bytes_of_others(trainer: pl.Trainer, module: pl.LightningModule) -> int:
     """Return what is allocated on the device of a run before it begins, in addition to the module."""
     device = trainer.strategy.root_device
-    return (
-        accelerators.read_allocator(device).allocated_bytes - _bytes_on(device, module)
-        if accelerators.has_cache(device)
-        else 0
-    )
+    if not accelerators.has_cache(device):
+        return 0
+    return accelerators.read_allocator(device).allocated_bytes - _bytes_on(device, module)
 
 
 def forget_shared(trainer: pl.Trainer) -> None:
@@ -128,10 +124,15 @@ def _read(
     if not shared:
         with isolated(is_connected=True):  # samplers may ask for the rank
             batches, num_batches = read_first_batches(trainer, module, _FIRST_BATCHES)
+        if num_batches is not None:
+            num_batches = -(-num_batches // trainer.world_size)  # of a sampler that Lightning makes
+        steps = trainer.max_steps * trainer.accumulate_grad_batches
+        if steps > 0:
+            num_batches = steps if num_batches is None else min(num_batches, steps)
         shared["data"] = {
             "batch": max(batches, key=count_elements),
             "sizes": tuple(map(count_elements, batches)),
-            "num_batches": _on_this_rank(trainer, num_batches),
+            "num_batches": num_batches,
         }
         shared["fit"] = {"known": [], "reads": RecordedReads()}
     spec = describe_device(device, min(free_bytes))
@@ -144,14 +145,6 @@ def _read(
         **shared["fit"],
     )
     return RunningTrainer(module, device=spec, fit=fit, num_devices=trainer.num_devices, **shared["data"])
-
-
-def _on_this_rank(trainer: pl.Trainer, num_batches: int | None) -> int | None:
-    steps = trainer.max_steps * trainer.accumulate_grad_batches
-    if num_batches is None:
-        return steps if steps > 0 else None
-    share = -(-num_batches // trainer.world_size)  # of a sampler that Lightning makes
-    return min(share, steps) if steps > 0 else share
 
 
 def describe_device(device: torch.device, num_bytes: int) -> DeviceSpec:
@@ -170,7 +163,6 @@ def _bytes_on(device: torch.device, module: pl.LightningModule) -> int:
 
 def read_trainer_arguments(trainer: pl.Trainer) -> dict[str, Any]:
     """Return arguments for another Trainer, which runs the same step; callbacks and plugins are to be copied."""
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     arguments: dict[str, Any] = {
         "callbacks": list(trainer.callbacks),  # type: ignore[attr-defined]
@@ -180,7 +172,7 @@ def read_trainer_arguments(trainer: pl.Trainer) -> dict[str, Any]:
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
         "inference_mode": trainer.fit_loop.epoch_loop.val_loop.inference_mode,
         "benchmark": torch.backends.cudnn.benchmark,
-        "deterministic": is_deterministic and (not warns or "warn"),
+        "deterministic": torch.are_deterministic_algorithms_enabled() and (not warns or "warn"),
         "sync_batchnorm": syncs_layers(trainer.strategy),
     }
     plugin = trainer.precision_plugin
@@ -188,9 +180,8 @@ def read_trainer_arguments(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _another(strategy: Strategy) -> Strategy | str:
-    make_again: Callable[[], Strategy] | None = getattr(strategy, "make_again", None)  # of fsdp_offload
-    if make_again is not None:
-        return make_again()
+    if hasattr(strategy, "make_again"):  # of fsdp_offload
+        return strategy.make_again()  # type: ignore[no-any-return]
     if isinstance(strategy, SingleDeviceStrategy):
         return "auto"
     if isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):  # a subclass

@@ -110,16 +110,13 @@ class StepClock(UnwrappedMode):
             is_beside = stream_id(self._device) != 0
             way = "to_card" if self._device.type in written else "to_host"
             return way if is_beside else "compute", work.num_bytes / 2 / bus_bytes_per_s(self._card)
-        dtype = next((one.dtype for one in results if one.is_floating_point()), torch.float32)
-        seconds = max(work.flops / self._flops(dtype), work.num_bytes / self._bandwidth)
-        return "compute", _LAUNCH_SECONDS * work.num_calls + seconds
-
-    def _flops(self, dtype: torch.dtype) -> float:
-        name = _FORMATS.get(dtype, "fp32")
+        name = _FORMATS.get(next((one.dtype for one in results if one.is_floating_point()), torch.float32), "fp32")
         if name == "fp32" and self._has_tf32 and torch.get_float32_matmul_precision() != "highest":
             name = "tf32"
         rates = self._card.flops_per_s
-        return (rates.get(name) or rates.get("fp32") or self._usual_flops) * self._share
+        flops_per_s = (rates.get(name) or rates.get("fp32") or self._usual_flops) * self._share
+        seconds = max(work.flops / flops_per_s, work.num_bytes / self._bandwidth)
+        return "compute", _LAUNCH_SECONDS * work.num_calls + seconds
 
 
 def bus_bytes_per_s(card: DeviceSpec) -> float:

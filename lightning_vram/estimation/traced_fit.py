@@ -206,10 +206,8 @@ def reason_of(error: Exception) -> str:
 
 def trace_real_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     """The same on real tensors, on the host, in one process. The module is copied, weights and all."""
-    what, make = (
-        (module, fake_trainer.parts_of(run.trainer_arguments, run.run_callbacks)),
-        partial(map_tensors, batch, Tensor.clone),
-    )
+    what = module, fake_trainer.parts_of(run.trainer_arguments, run.run_callbacks)
+    make = partial(map_tensors, batch, Tensor.clone)
 
     def fit(num_batches: int) -> TracedFit | None:
         # Nothing keeps the memo, which refers to all copies: a weight that is replaced must be freed.
@@ -248,14 +246,13 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
         if run.card is not None:
             capability = run.card.capability or _USUAL_CAPABILITY
             notes = stack.enter_context(cuda_semantics(capability, num_bytes=num_bytes, allocated_bytes=live_bytes))
-        if fake_trainer.needs_ranks(run.trainer_arguments) or run.num_ranks > 1:
+        if run.num_ranks > 1 or run.trainer_arguments.get("strategy") not in fake_trainer.ON_ONE_DEVICE:
             stack.enter_context(fake_ranks(run.num_ranks))
         fakes = FakeTensors(mode, HOST)
         what, tensors = (module, fake_trainer.parts_of(run.trainer_arguments, run.run_callbacks)), _tensors_of(module)
         copies = copy.deepcopy(what, {id(tensor): fakes.fake(tensor) for tensor in tensors})
-        templates = map_tensors(
-            batch, partial(_template, fakes, values if run.has_values or run.reads.is_recorded else None)
-        )
+        known = values if run.has_values or run.reads.is_recorded else None
+        templates = map_tensors(batch, partial(_template, fakes, known))
         make = partial(map_tensors, templates, partial(values.fresh_like, mode))
         del fakes  # it knows the storages that the module begins with: whoever puts others there frees those
         tracker = track_memory(copies[0])
@@ -273,12 +270,10 @@ def _template(fakes: FakeTensors, values: KnownValues | None, tensor: Tensor) ->
 
 def _with_enough_batches(fit: Callable[[int], TracedFit | None], run: FitRun) -> TracedFit:
     """Run whole accumulations: schedules and manual optimization hide over how many batches they go."""
-    num_batches = min(
-        fake_trainer.NUM_STEPS * (run.trainer_arguments.get("accumulate_grad_batches") or 1), _MOST_BATCHES
-    )
+    num_accumulated = run.trainer_arguments.get("accumulate_grad_batches") or 1
+    num_batches = min(fake_trainer.NUM_STEPS * num_accumulated, _MOST_BATCHES)
     while num_batches <= _MOST_BATCHES:
-        traced = fit(num_batches)
-        if traced is not None:
+        if (traced := fit(num_batches)) is not None:
             return traced
         num_batches *= 2
     raise ValueError(f"No optimizer has stepped twice within {_MOST_BATCHES} batches: there is no step to estimate.")
@@ -312,11 +307,9 @@ def _fit(
             stack.enter_context(Scratch(run.card, device, tracker.ledger.note_scratch))
         for context in () if clock is None else (copies_noted(clock.note_copy), clock):
             stack.enter_context(context)
-        batches, for_validation = (FreshBatches(make_batch, number) for number in (num_batches, 1))
         trainer.limit_val_batches = int(run.with_validation)
-        trainer.fit(module, batches, for_validation)
-    spans = marks.spans()
-    if spans is None:
+        trainer.fit(module, FreshBatches(make_batch, num_batches), FreshBatches(make_batch, 1))
+    if (spans := marks.spans()) is None:
         return None
     timeline = tracker.timeline.on(str(device))
     tables = (getattr(one, "layer_table", "") for one in trainer.callbacks)  # type: ignore[attr-defined]

@@ -110,9 +110,8 @@ def cores_by_node(root: Path = Path("/")) -> dict[int, frozenset[int]]:
 
 def node_of_pci_device(address: str, root: Path = Path("/")) -> int | None:
     """Return the NUMA node of a PCI device such as ``"0000:3b:00.0"``; ``None`` if the system does not tell."""
-    text = read_text(root / "sys/bus/pci/devices" / address / "numa_node")
     with suppress(ValueError):
-        node = int(text)
+        node = int(read_text(root / "sys/bus/pci/devices" / address / "numa_node"))
         return node if node != _NO_NODE else None
     return None
 
@@ -145,7 +144,12 @@ def cores_of_rank(local_world_size: int, root: Path = Path("/")) -> int:
     """
     check_positive_int("cores_of_rank(local_world_size)", local_world_size)
     bound = len(own_cores()) or os.cpu_count() or 1  # macOS and Windows do not tell
-    tasks = _slurm_tasks_here()
+    counts: list[int] = []  # of tasks of this ``srun`` step, on each node
+    for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [int(count)] * int(repeats or 1)  # "4(x2),3": four on each of two nodes, then three
+    node = os.environ.get("SLURM_NODEID", "0")
+    # A batch script, and a machine without SLURM, is one task.
+    tasks = max(1, counts[int(node)]) if node.isdigit() and int(node) < len(counts) else 1
     ranks_per_task = max(1, local_world_size // tasks)
     of_task = _positive(os.environ.get("SLURM_CPUS_PER_TASK", ""))
     if of_task:
@@ -155,27 +159,13 @@ def cores_of_rank(local_world_size: int, root: Path = Path("/")) -> int:
     else:
         cores = bound // local_world_size
     # A group may hold one task or the whole job: the job is the safe guess.
-    groups = (group for group, _ in control_groups("cpu", root))
-    quotas = [int(quota / local_world_size) for group in groups for quota in _quota(group)]
-    return max(1, min([cores, *quotas]))
-
-
-def _slurm_tasks_here() -> int:
-    """Tasks of this ``srun`` step on this node; a batch script, and a machine without SLURM, is one task."""
-    counts: list[int] = []
-    for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        counts += [int(count)] * int(repeats or 1)  # "4(x2),3": four on each of two nodes, then three
-    node = os.environ.get("SLURM_NODEID", "0")
-    return max(1, counts[int(node)]) if node.isdigit() and int(node) < len(counts) else 1
-
-
-def _quota(group: Path) -> Iterator[float]:
-    """Yield the cores' worth of time that a group may use, if it says so."""
-    limit, _, period = read_text(group / "cpu.max").partition(" ")
-    if not limit:  # the first version has two files; -1 is no limit
-        limit, period = read_text(group / "cpu.cfs_quota_us"), read_text(group / "cpu.cfs_period_us")
-    if _positive(limit) and _positive(period):
-        yield int(limit) / int(period)
+    for group, _ in control_groups("cpu", root):
+        limit, _, period = read_text(group / "cpu.max").partition(" ")
+        if not limit:  # the first version has two files; -1 is no limit
+            limit, period = read_text(group / "cpu.cfs_quota_us"), read_text(group / "cpu.cfs_period_us")
+        if _positive(limit) and _positive(period):
+            cores = min(cores, int(int(limit) / int(period) / local_world_size))
+    return max(1, cores)
 
 
 def _positive(text: str) -> int:

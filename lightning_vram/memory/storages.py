@@ -99,9 +99,8 @@ class ByStorage(Generic[Value]):
     def find(self, tensor: Tensor) -> Value | None:
         """Return the fact for the memory of ``tensor``; ``None`` also if that is not one piece (sparse)."""
         try:
-            noted = self._noted.get(
-                private.storage_identity(tensor)
-            )  # not storage_address(): this runs for every operator
+            # not storage_address(): this runs for every operator
+            noted = self._noted.get(private.storage_identity(tensor))
         except (NotImplementedError, RuntimeError):
             return None
         return noted[1] if noted is not None and noted[0]() is not None else None

@@ -162,7 +162,10 @@ def read_failed_request(message: str, device: torch.device) -> FailedRequest:
     found = {name: re.search(words, message) for name, words in _WORDS.items()}
     said = FailedRequest(**{name: _bytes_of(match[1]) for name, match in found.items() if match})
     if said.process_bytes is None:
-        said = replace(said, process_bytes=_process_bytes(message, said))
+        # The smallest of those listed that can hold its bytes is this process, as containers renumber them.
+        own_bytes = (said.allocated_bytes or 0) + (said.cached_bytes or 0)
+        sizes = [size for size in map(_bytes_of, _A_PROCESS.findall(message)) if size >= _ROUNDED * own_bytes]
+        said = replace(said, process_bytes=min(sizes, default=None) if own_bytes else None)
     if not has_cache(device):
         return said
     now = read_allocator(device)
@@ -175,13 +178,6 @@ def read_failed_request(message: str, device: torch.device) -> FailedRequest:
     if said.limit_bytes is None and share < 1:
         said = replace(said, limit_bytes=int(share * (said.total_bytes or 0)))
     return said
-
-
-def _process_bytes(message: str, said: FailedRequest) -> int | None:
-    """Find this process among those listed: the smallest that can hold its bytes, as containers renumber them."""
-    own_bytes = (said.allocated_bytes or 0) + (said.cached_bytes or 0)
-    sizes = [size for size in map(_bytes_of, _A_PROCESS.findall(message)) if size >= _ROUNDED * own_bytes]
-    return min(sizes, default=None) if own_bytes else None
 
 
 def _bytes_of(text: str) -> int:

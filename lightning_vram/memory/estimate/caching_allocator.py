@@ -300,9 +300,8 @@ class AllocatorReplay:
             allocator.free(block)
         if event.change_bytes <= 0:
             return 0
-        for library, num_bytes in enumerate(
-            self._workspaces.persistent_bytes.get(allocation.op, ())
-        ):  # kept from its first run on
+        kept_bytes = self._workspaces.persistent_bytes.get(allocation.op, ())  # from its first run on
+        for library, num_bytes in enumerate(kept_bytes):
             key = library, stream, event.phase is Phase.BACKWARD
             if key not in self._taken:
                 self._taken.add(key)

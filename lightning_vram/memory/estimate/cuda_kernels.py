@@ -52,8 +52,7 @@ class Attention:
 def choose_backend(call: Attention, capability: Capability) -> SDPBackend:
     """Return the kernel that CUDA chooses on a GPU of this compute capability."""
     order = dispatcher.preferred_backends()
-    is_default = order[:2] == [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    if is_default and capability[0] in (9, 10):
+    if order[:2] == [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION] and capability[0] in (9, 10):
         order = [SDPBackend.CUDNN_ATTENTION, *order]
     for backend in order:
         if backend in _KERNELS:
@@ -88,9 +87,7 @@ def _can_cudnn(call: Attention, capability: Capability) -> bool:
         and (call.dropout_p * 16).is_integer()
         and not (call.dropout_p and q.shape[-2] == 1)
         and not (call.attn_mask is not None and call.attn_mask.requires_grad)
-        and not (
-            torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-        )
+        and (not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled())
     )
 
 
@@ -112,12 +109,11 @@ def _can_flash(call: Attention, capability: Capability) -> bool:
 
 def _can_efficient(call: Attention, capability: Capability) -> bool:
     q, k, v = call.query, call.key, call.value
-    is_native = q.dtype is not torch.bfloat16 or capability >= _WITH_BFLOAT16
-    aligned = _alignment(q.dtype, capability)
+    aligned = 8 if q.dtype in _HALVES and capability >= (7, 0) else 4 if capability >= (8, 0) else 1
     return (
         _is_fusable(call)
         and q.dtype in (*_HALVES, torch.float32)
-        and is_native
+        and (q.dtype is not torch.bfloat16 or capability >= _WITH_BFLOAT16)
         and _has_groups(call, is_grouping=_GROUPS_IN_ALL)
         and q.shape[-1] == k.shape[-1]
         and q.shape[-1] % aligned == v.shape[-1] % aligned == 0
@@ -131,17 +127,9 @@ def _takes_halves(call: Attention, capability: Capability) -> bool:
 def _has_groups(call: Attention, *, is_grouping: bool) -> bool:
     """Whether the numbers of heads go together."""
     q, k, v = (t.shape[-3] for t in (call.query, call.key, call.value))
-    if q == k == v:
-        return True
-    is_broadcast = _GROUPS_IN_ALL and k == v == 1
-    return is_broadcast or (is_grouping and call.enable_gqa and k == v and q % k == 0)
-
-
-def _alignment(dtype: torch.dtype, capability: Capability) -> int:
-    is_half = dtype in _HALVES
-    if capability >= (8, 0):
-        return 8 if is_half else 4
-    return 8 if is_half and capability >= (7, 0) else 1
+    return (
+        q == k == v or (_GROUPS_IN_ALL and k == v == 1) or (is_grouping and call.enable_gqa and k == v and q % k == 0)
+    )
 
 
 _KERNELS: dict[SDPBackend, tuple[Callable[[], Any], Callable[[Attention, Capability], bool]]] = {
@@ -161,13 +149,12 @@ def _attend(call: Attention, backend: SDPBackend) -> Any:
         result: Tensor = dispatcher.flash_attention(*padded, call.dropout_p, call.is_causal, scale=scale)[0]
         return result[..., :width] if width % 8 else result
     mask = _added_mask(call, is_aligned=backend == SDPBackend.EFFICIENT_ATTENTION)
-    rest: dict[str, Any] = {"scale": call.scale}
     if backend == SDPBackend.MATH:
         return dispatcher.math_attention(
-            *tensors, mask, call.dropout_p, call.is_causal, enable_gqa=call.enable_gqa, **rest
+            *tensors, mask, call.dropout_p, call.is_causal, scale=call.scale, enable_gqa=call.enable_gqa
         )[0]
     kernel = dispatcher.cudnn_attention if backend == SDPBackend.CUDNN_ATTENTION else dispatcher.efficient_attention
-    return kernel(*tensors, mask, call.needs_gradients, call.dropout_p, call.is_causal, **rest)[0]
+    return kernel(*tensors, mask, call.needs_gradients, call.dropout_p, call.is_causal, scale=call.scale)[0]
 
 
 def _added_mask(call: Attention, *, is_aligned: bool) -> Tensor | None:
@@ -230,12 +217,7 @@ def _normalise(op: Any, given: dict[str, Any]) -> Tensor:
     x, weight = given["input"], given.get("weight")
     if is_channels_last(x) or (weight is not None and weight.dtype is not x.dtype):
         return dispatcher.run_composite_kernel(op, **given)  # type: ignore[no-any-return]
-    return rms_norm(x, given["normalized_shape"], weight)
-
-
-def rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None) -> Tensor:
-    """Normalise as CUDA does, as far as memory goes."""
-    return _RMSNorm.apply(x, len(normalized_shape), weight)  # type: ignore[no-any-return, no-untyped-call]
+    return _RMSNorm.apply(x, len(given["normalized_shape"]), weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -267,8 +249,7 @@ def _run_recurrent(notes: dict[str, None], op: Any, given: dict[str, Any]) -> tu
     vectors = num_directions * (_VECTORS_PER_STEP[op.overloadpacket.__name__] * num_layers + num_layers - 1)
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     saved_bytes = x.shape[:-1].numel() * vectors * num_hidden * dtype.itemsize if given["train"] else 0
-    is_transposed = given.get("batch_first", False)
-    layers = (dtype, saved_bytes, num_hidden * num_directions, is_transposed, len(states))
+    layers = (dtype, saved_bytes, num_hidden * num_directions, given.get("batch_first", False), len(states))
     return _Recurrent.apply(layers, x, *states, *given["params"])  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -278,8 +259,8 @@ class _Recurrent(torch.autograd.Function):
         dtype, saved_bytes, width, is_transposed, num_states = layers
         states, weights = [state.to(dtype) for state in rest[:num_states]], rest[num_states:]
         x = x.to(dtype)
-        is_cast = weights[0].dtype is not dtype
-        flat = x.new_empty(sum(weight.numel() for weight in weights)) if is_cast else None  # else they lie in one
+        # what is not cast lies in one
+        flat = x.new_empty(sum(weight.numel() for weight in weights)) if weights[0].dtype is not dtype else None
         _time_first(x, is_transposed=is_transposed)
         out = x.new_empty((*x.shape[:-1], width))
         ends = tuple(torch.empty_like(state) for state in states)
@@ -337,9 +318,8 @@ class Scratch(dispatcher.UnwrappedMode):
 
     def __init__(self, card: DeviceSpec, device: torch.device, on_scratch: OnScratch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._processors = Processors(
-            card.num_multiprocessors or _USUAL_NUMBER, _THREADS.get(card.capability or (0, 0), _MOST_THREADS)
-        )
+        num_threads = _THREADS.get(card.capability or (0, 0), _MOST_THREADS)
+        self._processors = Processors(card.num_multiprocessors or _USUAL_NUMBER, num_threads)
         self._device = device
         self._on_scratch = on_scratch
 

@@ -95,7 +95,9 @@ class _Casts:
     def _cast(self, leaf: Any, dtype: torch.dtype) -> Any:
         if not _is_eligible(leaf) or leaf.dtype is dtype:
             return leaf
-        if not _is_cacheable(leaf, dtype):
+        is_weight = leaf.requires_grad and leaf.is_leaf and not private.is_view(leaf) and leaf.dtype is torch.float32
+        is_to_cache = dtype is torch.get_autocast_dtype("cuda") and torch.is_autocast_cache_enabled()
+        if not (is_weight and is_to_cache) or torch.is_inference_mode_enabled():
             return _to_dtype(leaf, dtype)
         if id(leaf) not in self.cached:
             with torch.enable_grad():  # it serves later forwards, too
@@ -112,14 +114,6 @@ def _run(policy: Callable[..., Any], op: Any, /, *args: Any, **kwargs: Any) -> A
 def _is_eligible(leaf: Any) -> bool:
     is_ours = isinstance(leaf, Tensor) and leaf.device.type == FAKE_GPU_TYPE
     return is_ours and leaf.is_floating_point() and leaf.dtype is not torch.float64
-
-
-def _is_cacheable(tensor: Tensor, dtype: torch.dtype) -> bool:
-    is_weight = (
-        tensor.requires_grad and tensor.is_leaf and not private.is_view(tensor) and tensor.dtype is torch.float32
-    )
-    is_to_cache = dtype is torch.get_autocast_dtype("cuda") and torch.is_autocast_cache_enabled()
-    return is_weight and is_to_cache and not torch.is_inference_mode_enabled()
 
 
 def _float32_result(op: Any, args: Any, kwargs: Any) -> Any:
@@ -192,9 +186,8 @@ def cuda_semantics(
 
 
 def _torch_cuda(capability: Capability, num_bytes: int, allocated_bytes: Callable[[], int]) -> dict[str, Any]:
-    major, minor = capability
     properties = SimpleNamespace(
-        name="", major=major, minor=minor, total_memory=num_bytes, multi_processor_count=1, warp_size=32
+        name="", major=capability[0], minor=capability[1], total_memory=num_bytes, multi_processor_count=1, warp_size=32
     )
     return {
         "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
@@ -234,11 +227,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (*dispatcher.INITIALISATION, True),  # or it would compute small constants there
         (*dispatcher.CONVOLUTION_FORMAT, cudnn_format),
         # no gradient is infinite
-        (
-            GradScaler,
-            private.STEP_IF_FINITE,
-            lambda self, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs),
-        ),
+        (GradScaler, private.STEP_IF_FINITE, lambda _, optimizer, __, *args, **kwargs: optimizer.step(*args, **kwargs)),
         (GradScaler, "get_scale", private.first_scale_of),
         (*private.ENGINE, backward_in_mode),
         (torch, "Generator", _Generator),

@@ -237,8 +237,7 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
         new_group, backend = dist.new_group, f"cpu:{dispatcher.BACKEND},{FAKE_GPU_TYPE}:{dispatcher.BACKEND}"
         functions: dict[str, Any] = {
             "new_group": lambda ranks=None, *_, **kwargs: new_group(ranks, **{**kwargs, "backend": backend}),
-            "barrier": lambda *_, **__: None,
-            "broadcast_object_list": lambda *_, **__: None,
+            **dict.fromkeys(("barrier", "broadcast_object_list"), lambda *_, **__: None),
             "all_gather_object": gather_same,
         }
         stack.enter_context(replaced(dist, functions))
@@ -287,8 +286,19 @@ def _replacements(
     def read_all(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda tensor, **options: values.read_all(what, tensor, partial(original, **options))
 
+    deep_copy: Any = Tensor.__deepcopy__
+
+    def copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if not isinstance(tensor, dispatcher.FakeTensor):
+            with dispatcher.without_dispatch():
+                return deep_copy(tensor, memo)  # type: ignore[no-any-return]
+        if id(tensor) not in memo:
+            memo[id(tensor)] = copied = _copy_of(tensor)
+            values.carry_over(tensor, copied)
+        return memo[id(tensor)]  # type: ignore[no-any-return]
+
     of_tensors = {
-        "__deepcopy__": _deep_copy(Tensor.__deepcopy__, values),
+        "__deepcopy__": copy,
         "data": property(_DATA.__get__, _set_data),
         "pin_memory": pin_memory,
         "is_pinned": lambda self, *_: False,
@@ -317,20 +327,6 @@ def _replacements(
 
 _AS_SUBCLASS: Any = Tensor.as_subclass
 _DATA: Any = Tensor.data  # of a base of it: what is put in its place here is taken away again
-_Copy = Callable[[Tensor, dict[int, Any]], Tensor]
-
-
-def _deep_copy(original: _Copy, values: KnownValues) -> _Copy:
-    def copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-        if not isinstance(tensor, dispatcher.FakeTensor):
-            with dispatcher.without_dispatch():
-                return original(tensor, memo)
-        if id(tensor) not in memo:
-            memo[id(tensor)] = copied = _copy_of(tensor)
-            values.carry_over(tensor, copied)
-        return memo[id(tensor)]  # type: ignore[no-any-return]
-
-    return copy
 
 
 def _copy_of(tensor: dispatcher.FakeTensor) -> Tensor:

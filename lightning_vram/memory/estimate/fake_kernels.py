@@ -51,10 +51,9 @@ def _grouped_mm(
     first: Tensor, second: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
 ) -> Tensor:
     """Matrices of a mixture of experts: torch's takes bf16 only, the real ones take fp16 and fp32 as well."""
-    num_groups = first.shape[0] if offs is None else offs.shape[0]
     shape: tuple[int, ...] = (first.shape[-2], second.shape[-1])
     if first.dim() == second.dim():
-        shape = (num_groups, *shape)
+        shape = (first.shape[0] if offs is None else offs.shape[0], *shape)
     dtype = out_dtype or first.dtype
     aligned = 1 if first.device.type == "cpu" else _ALIGNMENT_BYTES // dtype.itemsize
     row = -(-shape[-1] // aligned) * aligned
@@ -109,10 +108,9 @@ def _workspace_bytes(shape: tuple[int, ...], others: tuple[tuple[int, ...], ...]
 
 
 _ON_THE_HOST: dict[Any, Callable[[Any, tuple[Any, ...]], Any]] = {
-    **dict.fromkeys(
-        [_aten.native_batch_norm.default, _aten.native_layer_norm.default, _aten.native_group_norm.default],
-        _with_float32_statistics,
-    ),
+    _aten.native_batch_norm.default: _with_float32_statistics,
+    _aten.native_layer_norm.default: _with_float32_statistics,
+    _aten.native_group_norm.default: _with_float32_statistics,
     _aten.native_batch_norm_backward.default: lambda results, args: tuple(
         result if is_wanted else None for result, is_wanted in zip(results, args[-1], strict=True)
     ),

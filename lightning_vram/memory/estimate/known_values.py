@@ -324,8 +324,7 @@ class KnownValues(dispatcher.UnwrappedMode):
         if _is_for_lightning(func, tensors):
             return _UNKNOWN
         if (read := self._reads.find(func)) is not None:
-            shapes = [tuple(tensor.shape) for tensor in tensors]
-            return tree_map(partial(self._remake, read, shapes, device), read.answer)
+            return tree_map(partial(self._remake, read, [tuple(one.shape) for one in tensors], device), read.answer)
         if func is _EQUAL or (func is dispatcher.READ_NUMBER and tensors[0].is_floating_point()):
             return self._guess(func)
         raise error
@@ -442,11 +441,9 @@ class KnownValues(dispatcher.UnwrappedMode):
 
     def is_unknown(self, tensor: Any) -> bool:
         """Whether ``tensor`` is a fake whose values cannot be read."""
-        return (
-            isinstance(tensor, dispatcher.FakeTensor)
-            and self._of_program(tensor) is None
-            and tensor not in self._truths
-        )
+        if not isinstance(tensor, dispatcher.FakeTensor):
+            return False
+        return self._of_program(tensor) is None and tensor not in self._truths
 
     def fresh_like(self, mode: dispatcher.FakeTensorMode, template: Tensor) -> Tensor:
         """Return a new tensor of the shape and the value of another, made under ``mode`` by an operator."""
@@ -502,5 +499,4 @@ def _is_short(tensor: Tensor) -> bool:
 
 @cache
 def _makes_unknown(func: dispatcher.OpOverload) -> bool:
-    name: str = dispatcher.schema_of(func).name.partition("::")[2]
-    return name.startswith(_UNKNOWN_MAKERS)
+    return bool(dispatcher.schema_of(func).name.partition("::")[2].startswith(_UNKNOWN_MAKERS))

@@ -52,11 +52,18 @@ def workspaces_of(spec: DeviceSpec, environment: Mapping[str, str] = os.environ)
     notes = []
     context_bytes = spec.context_bytes
     if context_bytes is None:
-        context_bytes = _estimate_context(spec)
+        context_bytes = _UNKNOWN_CONTEXT
+        if spec.num_multiprocessors is not None and spec.capability is not None:
+            has_large = spec.capability[0] in (7, 8, 9, 10) and spec.capability[1] in (0, 3)
+            each = _CONTEXT_PER_LARGE_MULTIPROCESSOR if has_large else _CONTEXT_PER_MULTIPROCESSOR
+            context_bytes = int(spec.num_multiprocessors * each)
         notes.append("The CUDA context is a rule of thumb, within 30 %: `lightning-vram calibrate` measures it.")
     cublas_bytes = spec.workspace_bytes
     if cublas_bytes is None and spec.capability is not None:
-        cublas_bytes = _estimate_cublas(spec.capability, environment)
+        cublas_bytes = _CUBLAS_BYTES_FROM_HOPPER_ON if spec.capability >= (9, 0) else _CUBLAS_BYTES
+        # pairs of KiB and how many of them
+        if pairs := re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", "")):
+            cublas_bytes = sum(int(size) * int(number) for size, number in pairs) * KIB
     elif cublas_bytes is None:
         notes.append(f"Workspaces of {spec.name} are not known, and not counted.")
     is_kept = spec.is_workspace_kept
@@ -67,22 +74,6 @@ def workspaces_of(spec: DeviceSpec, environment: Mapping[str, str] = os.environ)
         taken = {**dict.fromkeys(_PRODUCTS, (cublas_bytes,)), _PRODUCT_WITH_BIAS: (cublas_bytes, _CUBLASLT_BYTES)}
     scratch = {} if is_kept else {name: sizes[-1] for name, sizes in taken.items()}
     return Workspaces(context_bytes, taken if is_kept else {}, scratch, tuple(notes))
-
-
-def _estimate_context(spec: DeviceSpec) -> int:
-    if spec.num_multiprocessors is None or spec.capability is None:
-        return _UNKNOWN_CONTEXT
-    has_large = spec.capability[0] in (7, 8, 9, 10) and spec.capability[1] in (0, 3)
-    each = _CONTEXT_PER_LARGE_MULTIPROCESSOR if has_large else _CONTEXT_PER_MULTIPROCESSOR
-    return int(spec.num_multiprocessors * each)
-
-
-def _estimate_cublas(capability: tuple[int, int], environment: Mapping[str, str]) -> int:
-    """By ``CUBLAS_WORKSPACE_CONFIG``, pairs of KiB and how many of them, or by the generation of the card."""
-    pairs = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
-    if pairs:
-        return sum(int(size) * int(number) for size, number in pairs) * KIB
-    return _CUBLAS_BYTES_FROM_HOPPER_ON if capability >= (9, 0) else _CUBLAS_BYTES
 
 
 @cache
@@ -137,11 +128,10 @@ def _measure_workspace(device: torch.device) -> tuple[int | None, bool | None]:
     result = one @ one
     torch.accelerator.synchronize()
     after = watch.read()
-    result_bytes = result.nbytes
-    kept_bytes = after.allocated_bytes - before_bytes - result_bytes
+    kept_bytes = after.allocated_bytes - before_bytes - result.nbytes
     if kept_bytes > 0:
         return kept_bytes, True
-    scratch_bytes = after.peak_allocated_bytes - before_bytes - result_bytes
+    scratch_bytes = after.peak_allocated_bytes - before_bytes - result.nbytes
     return (scratch_bytes, False) if scratch_bytes > 0 else (None, None)
 
 

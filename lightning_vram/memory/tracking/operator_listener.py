@@ -44,9 +44,8 @@ def results_of(func: Any) -> Results:
     if dispatcher.is_composite_operator(func) and not has_own_kernel:
         return Results.COMPOSED
     schema = dispatcher.schema_of(func)
-    if not any(result.alias_info for result in schema.returns):
-        return Results.NEW
-    if func is torch.ops.aten.lift_fresh.default:  # the first that is seen of torch.tensor([...])
+    # of ``lift_fresh``: the first that is seen of torch.tensor([...])
+    if func is torch.ops.aten.lift_fresh.default or not any(result.alias_info for result in schema.returns):
         return Results.NEW
     return Results.CHANGED if schema.is_mutable else Results.VIEWS
 

@@ -147,12 +147,11 @@ class Ledger:
 
     def timeline(self, device: str | None) -> MemoryTimeline:
         """Freeze what is written so far; ``None`` sums over the first device that is not the host, or the host."""
-        devices = sorted({entry.device for entry in self._entries} - {HOST})
         return MemoryTimeline(
             allocations=tuple(entry.freeze() for entry in self._entries),
             events=tuple(self.events),
             backward_starts=tuple(self.backward_starts),
-            device=device or next(iter(devices), HOST),
+            device=device or min({entry.device for entry in self._entries} - {HOST}, default=HOST),
         )
 
     def _free(self, number: int) -> None:
