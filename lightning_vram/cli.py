@@ -87,6 +87,5 @@ def _show(result: RenderableType) -> None:
     console = Console()
     if not console.is_terminal:
         # In a log file there is no terminal to ask: a table cut to 80 columns would lose its numbers.
-        widest = Console(width=_MAX_TABLE_WIDTH).measure(result).maximum
-        console = Console(width=max(_MIN_TABLE_WIDTH, widest))
+        console = Console(width=max(_MIN_TABLE_WIDTH, Console(width=_MAX_TABLE_WIDTH).measure(result).maximum))
     console.print(result)

@@ -258,8 +258,8 @@ class MomentsTechnique(FitTechnique):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         form = self._form
-        fits = form.fits if self._strategy is None else form.is_for  # which has taken their steps over by now
-        if not any(map(fits, trainer.optimizers)):
+        # A strategy has taken the steps of optimizers over by now.
+        if not any(map(form.fits if self._strategy is None else form.is_for, trainer.optimizers)):
             found = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers) or "none"
             raise MisconfigurationException(
                 f"{form.part} is for the moments of {form.able}, got {found}: use one of these, as torch.optim has it, "

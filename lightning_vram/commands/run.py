@@ -22,7 +22,6 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instant
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import RenderableType
-from torch import Tensor
 from typing_extensions import override
 
 import lightning_vram.public_names  # noqa: F401 - registers strategies, and lets classes be found by short names
@@ -217,10 +216,6 @@ def make_batch(shape: Any, dtype: Any = "float32", high: Any = 2) -> Any:
     if all(isinstance(size, list | Mapping) for size in shape):
         made = [make_batch(part, _part(dtype, i, "dtype"), _part(high, i, "high")) for i, part in enumerate(shape)]
         return tuple(made)
-    return _make_tensor(shape, dtype, high)
-
-
-def _make_tensor(shape: list[Any], dtype: Any, high: Any) -> Tensor:
     for size in shape:
         check_positive_int("batch.shape", size)
     check_choice("batch.dtype", dtype, _DTYPES)
@@ -316,11 +311,12 @@ class DryRunCLI(LightningCLI):
         self.is_running = True
         trainer: dict[str, Any] = self.trainer  # type: ignore[assignment]
         config = self.config
-        devices = _count_devices(trainer["devices"]) if config.devices is None else config.devices
-        answer = _plan if self._name == PLAN else _estimate
+        devices, given = config.devices, trainer["devices"]
+        if devices is None:  # what stands for those of this machine is one
+            devices = len(given) if isinstance(given, list) else max(1, int(given) if str(given).isdecimal() else 1)
         try:
             with show_progress() as on_progress:
-                self.answer, self.exit_code = answer(
+                self.answer, self.exit_code = (_plan if self._name == PLAN else _estimate)(
                     config,
                     module=self.model,
                     batch=self._batch,
@@ -352,14 +348,6 @@ class DryRunCLI(LightningCLI):
             return self.configure_optimizers(module, made, instantiate_class(made, scheduler) if scheduler else None)
 
         self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
-
-
-def _count_devices(devices: Any) -> int:
-    """Read ``trainer.devices``; what stands for those of this machine is one."""
-    if isinstance(devices, list):
-        return len(devices)
-    number = int(devices) if str(devices).isdecimal() else 1
-    return max(number, 1)
 
 
 _OF_ESTIMATE = (

@@ -18,7 +18,7 @@ from lightning_vram.estimation.step_time import bus_bytes_per_s
 from lightning_vram.estimation.traced_fit import STEP, FitRun, trace_fit
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
 from lightning_vram.memory.estimate.workspaces import workspaces_of
-from lightning_vram.memory.tracking.timeline import Category, MemoryTimeline
+from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.units import KIB, format_argument, format_bytes, parse_bytes, parse_limit
 from lightning_vram.planner import scheme as schemes
 from lightning_vram.planner.search import has_plain_strategy, may_be_guarded, mode_of, remedies_for, search
@@ -79,28 +79,23 @@ class TracedSteps:
             if not scheme.parts:  # the user's own run
                 raise
             return None
+        timeline = traced.timeline
+        held = next(((name, size) for name, size in timeline.peak_by_module.items() if name), None)
+        largest = "" if held is None else f", mostly for '{held[0]}' ({format_bytes(held[1])})"
+        phase = timeline.peak_phase
         num_bytes = needed_bytes(traced, None if self.run.card is None else workspaces_of(self.run.card))
         measured = schemes.Measured(
             scheme,
             num_bytes + (_UNSEEN_BYTES + int(_UNSEEN_SHARE * num_bytes) if scheme.parts else 0),
             traced.stage(STEP).peak_of(Category.ACTIVATIONS),
             traced.times[STEP],
-            sum(traced.timeline.peak_by_category[category] for category in _STATES),
-            _place_of_peak(traced.timeline),
+            sum(timeline.peak_by_category[category] for category in _STATES),
+            "" if phase is None else f", in the {phase.replace('_', ' ')}{largest}",
             traced.layers,
             traced.host_bytes * self.num_local_ranks,
         )
         self.tried.append(measured)
         return measured
-
-
-def _place_of_peak(timeline: MemoryTimeline) -> str:
-    """Return the phase, and the module with the largest share."""
-    if timeline.peak_phase is None:
-        return ""
-    held = next(((name, size) for name, size in timeline.peak_by_module.items() if name), None)
-    largest = "" if held is None else f", mostly for '{held[0]}' ({format_bytes(held[1])})"
-    return f", in the {timeline.peak_phase.replace('_', ' ')}{largest}"
 
 
 SMALLER_BATCH = "a smaller batch with accumulate_grad_batches"

@@ -86,8 +86,7 @@ def remedies_for(
         return part.name not in taken and part.exactness <= level
 
     states = [schemes.Scheme()]
-    has_choice = on_card and has_strategies and has_plain_strategy(own)
-    if has_choice and level >= OPTIMIZER_ON_HOST.exactness:
+    if on_card and has_strategies and has_plain_strategy(own) and level >= OPTIMIZER_ON_HOST.exactness:
         for part in (OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST):
             states += [schemes.Scheme((one,)) for one in (part, *(leaner_on_host(part, own) if knows_host else ()))]
     lean = _precision_parts(own) if "LeanMixedPrecision" not in taken and not own.get("plugins") else []
@@ -99,15 +98,15 @@ def remedies_for(
             schemes.Scheme((IN_BACKWARD, LOW_BIT)),
             schemes.Scheme((IN_BACKWARD, LOWER_BIT)),
         ]
-    if module is not None and _is_mostly_frozen(module):
+    parameters = [] if module is None else list(module.parameters())
+    if 2 * sum(one.numel() for one in parameters if not one.requires_grad) > sum(one.numel() for one in parameters):
         lean_states = [*(schemes.Scheme((part,)) for part in QUANTIZED), *lean_states]
     states[1:1] = [schemes.Scheme((IN_BACKWARD,)), *lean_states]
     states = [scheme for scheme in states if scheme.exactness <= level]
-    singles = (FUSION, OFFLOAD, COMPRESSION) if on_card else (FUSION, COMPRESSION)
     has_checkpoints = CHECKPOINTING.name in taken
     return Remedies(
         states=tuple(states),
-        singles=tuple(filter(suits, singles)),
+        singles=tuple(filter(suits, (FUSION, OFFLOAD, COMPRESSION) if on_card else (FUSION, COMPRESSION))),
         checkpoints=not has_checkpoints,
         budgets=module is None or not is_compiled_by_lightning(module),  # traces run uncompiled, and would not refuse
         offloads=on_card and not has_checkpoints and OFFLOAD.name not in taken,
@@ -165,11 +164,6 @@ def _precision_parts(own: Mapping[str, Any]) -> list[schemes.Part]:
         note = "stores weights and optimizer state in bfloat16, with a Kahan remainder for the weights"
         parts.append(_part("LeanMixedPrecision", note, ANY, "plugins", **arguments, parameters="bf16+kahan"))
     return [replace(part, replaces=("precision",)) for part in parts]
-
-
-def _is_mostly_frozen(module: nn.Module) -> bool:
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
-    return 2 * sum(size for size, is_trained in sizes if not is_trained) > sum(size for size, _ in sizes)
 
 
 _ROUNDS = 4  # to find one number
@@ -263,10 +257,9 @@ class _Search:
         if whole.needed_bytes - whole.activation_bytes > self._budget_bytes or not self._workload.fits_host(whole):
             return False
         best = self._best()
-        if whole is baseline:
+        # Gradients are the peak once layers are checkpointed.
+        if whole is baseline or (best is None and IN_BACKWARD in whole.scheme.parts):
             return True
-        if best is None and IN_BACKWARD in whole.scheme.parts:
-            return True  # gradients are the peak once layers are checkpointed
         if baseline.needed_bytes - whole.needed_bytes < _LITTLE * baseline.needed_bytes:
             return False  # steps are expensive: tiny savings make nothing fit
         if best is None:
@@ -349,8 +342,7 @@ class _Search:
         for _ in range(_ROUNDS):
             budget = format_argument(saved_bytes)
             saved_bytes = parse_bytes(budget)
-            part = replace(CHECKPOINTING, init_args={"budget": budget, **arguments})
-            found = self._run(whole.scheme + part)
+            found = self._run(whole.scheme + replace(CHECKPOINTING, init_args={"budget": budget, **arguments}))
             if found is None:
                 return
             left = self._budget_bytes - found.needed_bytes

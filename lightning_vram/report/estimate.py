@@ -93,7 +93,11 @@ def read_step(timeline: MemoryTimeline, max_columns: int, first_event: int = 0) 
     bounds = [number * len(moments) // num_columns for number in range(num_columns + 1)]
     columns = tuple(max(moments[start:end], key=lambda moment: moment.live_bytes) for start, end in pairwise(bounds))
     peak = max(range(num_columns), key=lambda number: columns[number].live_bytes)
-    return Step(columns, _spans(columns), peak, len(moments))
+    groups = [list(group) for _, group in groupby(range(num_columns), key=lambda number: columns[number].phase)]
+    spans = [Span(columns[group[0]].phase, group[0], group[-1] + 1) for group in groups]
+    if len(spans) > 1 and spans[-1].phase is Phase.FORWARD:
+        spans[-1] = spans[-1]._replace(is_rest=True)
+    return Step(columns, tuple(spans), peak, len(moments))
 
 
 def _moments(timeline: MemoryTimeline, first_event: int = 0) -> list[Column]:
@@ -110,14 +114,6 @@ def _moments(timeline: MemoryTimeline, first_event: int = 0) -> list[Column]:
     return moments[max(num_held - 1, 0) :]
 
 
-def _spans(columns: tuple[Column, ...]) -> tuple[Span, ...]:
-    groups = [list(group) for _, group in groupby(range(len(columns)), key=lambda number: columns[number].phase)]
-    spans = [Span(columns[group[0]].phase, group[0], group[-1] + 1) for group in groups]
-    if len(spans) > 1 and spans[-1].phase is Phase.FORWARD:
-        spans[-1] = spans[-1]._replace(is_rest=True)
-    return tuple(spans)
-
-
 def verdict(estimate: MemoryEstimate) -> str:
     """Whether it fits, in one line."""
     device = estimate.device
@@ -132,10 +128,8 @@ def module_name(fqn: str, max_length: int = 40) -> str:
     return (fqn if len(fqn) <= max_length else "..." + fqn[3 - max_length :]) or "(no module)"
 
 
-_HEADROOM, _FAR = (
-    1.2,
-    2.5,
-)  # times what is needed: for words above; a limit beyond it would press the step to the ground
+# Times what is needed: for words above; a limit beyond it would press the step to the ground.
+_HEADROOM, _FAR = 1.2, 2.5
 _NUM_TICKS = 7  # at most
 _NO_LIMIT = 1 << 62
 
@@ -371,10 +365,9 @@ class _Drawing:
         x, y = self._x(self.step.peak + 0.5), self._y(self.estimate.peak_bytes)
         words = f"peak of tensors {format_bytes(self.estimate.peak_bytes)}"
         half = LETTER * len(words) / 2
-        middle = min(max(x, LEFT + half), self.right - half)
         yield f'<path class="pointer" d="M{x:.1f} {y:.1f}V{TOP + 22}"/>'
         yield f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
-        yield text_at(middle, TOP + 17, words, "middle small")
+        yield text_at(min(max(x, LEFT + half), self.right - half), TOP + 17, words, "middle small")
 
 
 def _changes(sizes: Sequence[int]) -> list[int]:
@@ -396,9 +389,8 @@ def _data(step: Step) -> dict[str, Any]:
 
 def as_estimate(timeline: MemoryTimeline, limit_bytes: int | None) -> MemoryEstimate:
     """Return a tracked step in the form of an estimate, with a line to draw at ``limit_bytes``; ``None``: no line."""
-    stage = StageEstimate(timeline, *[timeline.peak_bytes] * 3)
     device = DeviceSpec("limit", _NO_LIMIT if limit_bytes is None else limit_bytes)
-    return MemoryEstimate(device, {TRAIN: stage}, batch_size=0)
+    return MemoryEstimate(device, {TRAIN: StageEstimate(timeline, *[timeline.peak_bytes] * 3)}, batch_size=0)
 
 
 _TERMINAL_MODULES = 11  # with all others
@@ -413,9 +405,8 @@ def estimate_table(estimate: MemoryEstimate) -> RenderableType:
     )
     style = f"bold {'green' if estimate.fits else 'red'}"
     words = [Text(verdict(estimate), style=style), Text(peak_sentence(estimate))]
-    notes = [Text(f"Note: {note}") for note in estimate.notes]
     # side by side where the terminal is wide enough for both
-    return Group(*words, "", Columns(sides, padding=(0, 2)), *notes)
+    return Group(*words, "", Columns(sides, padding=(0, 2)), *(Text(f"Note: {note}") for note in estimate.notes))
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,7 @@ from torch.optim import LBFGS
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_choice, check_positive_int
-from lightning_vram.callbacks.accumulation_scheduler.run import (
-    AccumulationRun,
-    AccumulationWeights,
-    AccumulationWindow,
-)
+from lightning_vram.callbacks.accumulation_scheduler.run import AccumulationRun, AccumulationWeights, AccumulationWindow
 from lightning_vram.callbacks.hook_points import FitTechnique, refuse_several
 from lightning_vram.core.batches.micro_batches import BatchWeight, WeightName, check_weight, make_batch_weight
 from lightning_vram.private_names.lightning import training_data
@@ -232,9 +228,7 @@ class AccumulationScheduler(FitTechnique):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self._window.batch is None and self._run is None:
-            return {}
-        return self._window.state_dict()
+        return {} if self._window.batch is None and self._run is None else self._window.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -208,11 +208,6 @@ class AccumulationRun:
         self._loss: Tensor | None = None  # the last one of the window
 
     @property
-    def _is_processed(self) -> bool:
-        progress: Any = self._epoch_loop.batch_progress.current
-        return bool(progress.processed >= progress.ready)
-
-    @property
     def _begins_window(self) -> bool:
         # The first batch of an epoch also drops what an epoch that was cut short left, or a trial of a tuner.
         return self._window.is_full or self._epoch_loop.batch_progress.current.ready == 1
@@ -280,8 +275,8 @@ class AccumulationRun:
             self.logged_factor = factor
             for logger in trainer.loggers:
                 logger.log_metrics({"vram/accumulate_grad_batches": float(factor)}, step=trainer.global_step)
-        num_left = trainer.num_training_batches - self._epoch_loop.batch_idx  # with the current one
-        return int(max(1, min(factor, num_left)))
+        # What is left counts the current one.
+        return int(max(1, min(factor, trainer.num_training_batches - self._epoch_loop.batch_idx)))
 
     def _ends_window(self, inner: Callable[[], Any]) -> bool:
         window, loop = self._window, self._epoch_loop
@@ -291,7 +286,8 @@ class AccumulationRun:
             return bool(inner())
         batch = loop.batch_progress.total.ready
         is_other = batch != window.batch
-        if is_other and not self._is_processed:  # it has not begun: another hook asks in on_train_batch_start
+        progress: Any = loop.batch_progress.current
+        if is_other and progress.processed < progress.ready:  # not begun: a hook asks in on_train_batch_start
             return (self._plan() if self._begins_window else window.length - window.num_done) == 1
         if is_other and not loop.restarting:
             if not private_lightning.epoch_ends(loop):

@@ -135,18 +135,19 @@ class AutoVRAM(Callback):
         guards = [self._make_guard(trainer)] if can_repeat_step(trainer) else []
         folder = plan_folder(trainer) if self.cache else None
         with show_progress(trainer) as on_progress:
-            asked = PlanRequest(self._level, self.budget, guards, folder, on_progress)
             decision = decide_together(
                 trainer,
                 pl_module,
                 limit,
                 hook_points.rank_timeout(trainer),
-                partial(decide, asked),
+                partial(decide, PlanRequest(self._level, self.budget, guards, folder, on_progress)),
                 run_callbacks=self.run_callbacks,
             )
         if decision.kind == "error":
             raise MisconfigurationException(decision.message)
-        self._most_elements = None if _changes_batches(trainer) else decision.num_elements
+        owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))  # may change batches of the loaders
+        is_changed = any(is_overridden(hook, owner) for owner in owners for hook in _TRANSFER_HOOKS)
+        self._most_elements = None if is_changed else decision.num_elements
         self.budget_bytes = decision.budget_bytes or None
         is_guarded = decision.is_tight and may_be_guarded(part.name for part in decision.scheme.parts)
         self._plan = AppliedPlan(trainer, decision, guards if is_guarded else [])
@@ -255,9 +256,3 @@ def _correct(plan: AppliedPlan, ranks: RankAgreement, seconds: float, reserved_b
         f"{NAME}: a step takes {nanoseconds / 1e6:.1f} ms and reserves {format_bytes(reserved_bytes)} of the "
         f"{format_bytes(budget_bytes)}. {f'The run continues with {scheme}.' if is_changed else 'The plan is kept.'}"
     )
-
-
-def _changes_batches(trainer: pl.Trainer) -> bool:
-    """Whether hooks may change the batches of the loaders, by which the run was planned."""
-    owners = [trainer.lightning_module, getattr(trainer, "datamodule", None)]
-    return any(is_overridden(hook, owner) for owner in owners if owner is not None for hook in _TRANSFER_HOOKS)

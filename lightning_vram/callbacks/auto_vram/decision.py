@@ -131,8 +131,7 @@ def _find(run: RunningTrainer, budget_bytes: int, asked: PlanRequest, started: f
         return Found(plain, plain, (plain,)), "", steps
     path = None
     if asked.folder is not None:
-        name = plan_key(run, plain, (asked.budget, asked.level.name, bool(asked.guards)))
-        path = asked.folder / f"{name}.json"
+        path = asked.folder / f"{plan_key(run, plain, (asked.budget, asked.level.name, bool(asked.guards)))}.json"
     known = load_plan(path, budget_bytes)
     if known is not None:
         return known, f"\nThe plan was reused from an earlier run, {path}: cache=False makes a new one.", steps
@@ -173,21 +172,17 @@ def tighter_scheme(scheme: Scheme, found: Found | None, *, may_checkpoint: bool)
         return with_checkpoints
     checkpointing = next((part for part in scheme.parts if part.name == CHECKPOINTING.name), None)
     if checkpointing is not None and "budget" in checkpointing.init_args:
-        smaller = _lower_budget(checkpointing, scheme, found)
+        rest = [part for part in scheme.parts if part is not checkpointing]
+        lean = find_measured(Scheme((*rest, CHECKPOINTING)), found.tried)
+        budget_bytes = int(_TIGHTER * parse_bytes(checkpointing.init_args["budget"]))
+        smaller = CHECKPOINTING  # saves only inputs of layers, if the lower budget is close to that
+        if lean is not None and budget_bytes > lean.activation_bytes:
+            budget = format_argument(budget_bytes)
+            smaller = replace(checkpointing, init_args={**checkpointing.init_args, "budget": budget})
         return Scheme(tuple(smaller if part is checkpointing else part for part in scheme.parts))
     most_bytes = _TIGHTER * (find_measured(scheme, found.tried) or found.least).needed_bytes
     less = [one for one in found.tried if can_switch(one.scheme, scheme) and one.needed_bytes < most_bytes]
     return min(less, key=lambda one: one.seconds).scheme if less else with_checkpoints
-
-
-def _lower_budget(checkpointing: Part, scheme: Scheme, found: Found) -> Part:
-    """Lower the budget of checkpointed layers; save only their inputs, if the budget is close to that."""
-    rest = [part for part in scheme.parts if part is not checkpointing]
-    lean = find_measured(Scheme((*rest, CHECKPOINTING)), found.tried)
-    budget_bytes = int(_TIGHTER * parse_bytes(checkpointing.init_args["budget"]))
-    if lean is None or budget_bytes <= lean.activation_bytes:
-        return CHECKPOINTING
-    return replace(checkpointing, init_args={**checkpointing.init_args, "budget": format_argument(budget_bytes)})
 
 
 def can_repeat_step(trainer: pl.Trainer) -> bool:
@@ -310,9 +305,9 @@ def faster_scheme(found: Found, scheme: Scheme, budget_bytes: int, seconds: floa
     now = find_measured(scheme, found.tried)
     if now is None or now.seconds > _NO_WAIT * now.time.compute:
         return None
-    factor = seconds / now.seconds  # of computation; copies keep their time, since PCIe bandwidth was measured
     fitting = [
-        replace(one, time=one.time.computed_slower(factor))
+        # Copies keep their time, since PCIe bandwidth was measured.
+        replace(one, time=one.time.computed_slower(seconds / now.seconds))
         for one in found.tried
         if one.needed_bytes <= budget_bytes and can_switch(one.scheme, scheme)
     ]
@@ -326,8 +321,7 @@ _MORE_BUDGET = 1.1  # times the budget that a plan was made for: with more, a fa
 
 def plan_folder(trainer: pl.Trainer) -> Path | None:
     """Return the folder of plans, next to those of runs; ``None`` if it is remote, or the run writes nothing."""
-    folders = (logger.save_dir for logger in trainer.loggers)
-    root = str(next(filter(None, folders), trainer.default_root_dir))
+    root = str(next(filter(None, (logger.save_dir for logger in trainer.loggers)), trainer.default_root_dir))
     return None if "://" in root or trainer.fast_dev_run else Path(root) / "auto_vram"  # type: ignore[attr-defined]
 
 

@@ -97,10 +97,7 @@ class LeakDetector(FitTechnique):
     _stages: ClassVar[tuple[str, ...]] = ("fit", *_LENGTHS)
 
     def __init__(
-        self,
-        patience: int = 20,
-        on_leak: Literal["warn", "raise"] = "warn",
-        min_bytes_per_step: int | str = "4KiB",
+        self, patience: int = 20, on_leak: Literal["warn", "raise"] = "warn", min_bytes_per_step: int | str = "4KiB"
     ) -> None:
         check_number("LeakDetector(patience)", patience, int, "an int", at_least=_LEAST_PATIENCE)
         check_choice("LeakDetector(on_leak)", on_leak, ("warn", "raise"))
@@ -260,8 +257,7 @@ class LeakDetector(FitTechnique):
 def _warn_of_unstepped_gradients(module: pl.LightningModule, optimizers: Iterable[Optimizer]) -> None:
     """Find a teacher in evaluation mode, but not under ``no_grad``: no optimizer zeroes its gradients."""
     stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    named = module.named_parameters()
-    left = {name: one for name, one in named if one.grad is not None and id(one) not in stepped}
+    left = {name: p for name, p in module.named_parameters() if p.grad is not None and id(p) not in stepped}
     if left:
         layer = next(iter(left)).rpartition(".")[0] or type(module).__name__
         rank_zero_warn(

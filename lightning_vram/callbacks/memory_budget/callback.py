@@ -108,11 +108,10 @@ class MemoryBudget(Callback):
         if limit is not None and can_limit(device):
             self._process_limit = ProcessLimit(device, limit)
         self._bytes_of_others = running_trainer.bytes_of_others(trainer, pl_module)
-        timeout = rank_timeout(trainer)
         with show_progress(trainer) as on_progress:
             judge = partial(_judge, on_progress)
             message, fits, self._expected = running_trainer.decide_together(
-                trainer, pl_module, limit, timeout, judge, run_callbacks=self.run_callbacks
+                trainer, pl_module, limit, rank_timeout(trainer), judge, run_callbacks=self.run_callbacks
             )
         if fits is False and self.on_excess == "error":
             self._end()

@@ -40,12 +40,7 @@ from lightning_vram.core.rollback import iterate_members
 from lightning_vram.core.tensors.properties import is_sharded
 from lightning_vram.private_names import lightning as private_lightning
 from lightning_vram.private_names.torch import has_accumulation_hooks, own_parameters
-from lightning_vram.techniques.micro_batching import (
-    AgreedSizes,
-    BatchCutter,
-    MicroBatchSizes,
-    find_time_first,
-)
+from lightning_vram.techniques.micro_batching import AgreedSizes, BatchCutter, MicroBatchSizes, find_time_first
 from lightning_vram.techniques.sharding import can_recover
 
 
@@ -53,8 +48,7 @@ def _check_trainer(trainer: pl.Trainer, *, is_training: bool) -> None:
     """Refuse what cannot work, in the ``setup`` hooks, before anything has changed."""
     hook_points.refuse_moved_parameters("MicroBatching", trainer, "a second forward in one step would find elsewhere")
     module = trainer.lightning_module
-    steps = ["training_step"] if is_training else ["validation_step", "test_step", "predict_step"]
-    for step in steps:
+    for step in ["training_step"] if is_training else ["validation_step", "test_step", "predict_step"]:
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             raise MisconfigurationException(
                 f"MicroBatching does not work with {step}(self, dataloader_iter): the step fetches its batches "
@@ -86,8 +80,7 @@ def _check_gradients(trainer: pl.Trainer, *, retries: bool) -> None:
             "MicroBatching does not work with DDPStrategy(static_graph=True): its first backward must be "
             "synchronized, and that of a first micro-batch is not. Remove static_graph."
         )
-    reason = why_reducer_is_needed(model) if retries else None
-    if reason is not None:
+    if retries and (reason := why_reducer_is_needed(model)) is not None:
         raise MisconfigurationException(
             f"MicroBatching('auto') does not work with {reason}: gradients are averaged after the backward, without "
             "the reducer. Give a fixed size, such as MicroBatching(8)."
@@ -245,9 +238,8 @@ def _combine_outputs(
         return combine_outputs(outputs, sizes, shares, parts[0].batch_dim)
     combined: dict[str, Any] = {}
     for key in outputs[0]:
-        values = [{key: one[key]} for one in outputs]
         try:
-            combined |= combine_outputs(values, sizes, shares, parts[0].batch_dim)
+            combined |= combine_outputs([{key: one[key]} for one in outputs], sizes, shares, parts[0].batch_dim)
         except OutputCombineError as error:
             _warnings.warn(
                 f"on_train_batch_end receives outputs[{key!r}] as a list, one entry per micro-batch: {error}"
@@ -380,7 +372,17 @@ class MicroBatching(hook_points.FitTechnique):
         check_shared_keys("MicroBatching(shared_keys)", shared_keys)
         if split is not None and not callable(split):
             raise TypeError(f"MicroBatching(split) must be a function split(batch, size), got {split!r}.")
-        _check_batch_dim(batch_dim, split, weight)
+        if batch_dim is not None:
+            check_number("MicroBatching(batch_dim)", batch_dim, int, "a dimension such as 1, or None", at_least=0)
+        if batch_dim is not None and split is not None:
+            raise ValueError(
+                "MicroBatching takes batch_dim= or split=, not both: split= alone decides how a batch is split."
+            )
+        if batch_dim and weight == "shifted_tokens":
+            raise ValueError(
+                "MicroBatching(weight='shifted_tokens') expects labels as [samples, time]. With batch_dim= give a "
+                "function of the batch, such as weight=lambda batch: (batch[1][1:] != -100).sum()."
+            )
         _read_weight(weight)  # refuses what is none
         self.weight = weight
         self.size = size
@@ -506,11 +508,7 @@ class MicroBatching(hook_points.FitTechnique):
             agreement = self._run.agreement if is_training or collective is not None else None
             sizes = AgreedSizes(chooser, agreement, has_equal_counts=collective is not None)
             cutter = BatchCutter(
-                self._shared_keys,
-                split,
-                batch_dim=self.batch_dim or 0,
-                time_first=time_first,
-                has_all_keys=is_training,
+                self._shared_keys, split, batch_dim=self.batch_dim or 0, time_first=time_first, has_all_keys=is_training
             )
             self._run.runners[name] = MicroBatchRunner(
                 trainer, cutter, sizes, weight, is_training=is_training, relief=self.relief
@@ -521,21 +519,6 @@ class MicroBatching(hook_points.FitTechnique):
 def _check_size(name: str, size: object) -> None:
     if size != "auto":
         check_number(name, size, int, "a number of samples or 'auto'", at_least=1)
-
-
-def _check_batch_dim(batch_dim: object, split: object, weight: object) -> None:
-    if batch_dim is None:
-        return
-    check_number("MicroBatching(batch_dim)", batch_dim, int, "a dimension such as 1, or None", at_least=0)
-    if split is not None:
-        raise ValueError(
-            "MicroBatching takes batch_dim= or split=, not both: split= alone decides how a batch is split."
-        )
-    if batch_dim and weight == "shifted_tokens":
-        raise ValueError(
-            "MicroBatching(weight='shifted_tokens') expects labels as [samples, time]. With batch_dim= give a function "
-            "of the batch, such as weight=lambda batch: (batch[1][1:] != -100).sum()."
-        )
 
 
 def _read_weight(weight: Any) -> BatchWeight | Literal["sum"] | None:

@@ -101,10 +101,10 @@ class MicroBatchRunner:
             outputs, error = self._attempt(batch, facts, agreed, step, logging)
             if not self.retries or not self._has_failed(error, started):
                 break
-            has_freed = self._free_memory(error)
+            has_freed = self._relief is not None and self._relief.release_memory()
             if not has_freed and (agreed.size == 1 or (self._relief is not None and not self._relief.may_cut)):
                 raise self._give_up(error, facts.why_whole)
-            self._undo()
+            self._undo(error)
             agreed = agreed if has_freed else self._shrink(facts, agreed, error)
         self._state.settle()
         if logging is not None:
@@ -132,7 +132,9 @@ class MicroBatchRunner:
             )
         return facts
 
-    def _undo(self) -> None:
+    def _undo(self, error: Exception | None) -> None:
+        if error is not None:
+            release_frames(error)  # they hold the graph
         discard_failed_iteration(self._trainer.lightning_module)
         self._state.restore()
         gc.collect()
@@ -231,13 +233,6 @@ class MicroBatchRunner:
                 f"ranks wait for it in a collective ({reason}). Start with a smaller size=."
             )
             raise error from silence
-
-    def _free_memory(self, error: Exception | None) -> bool:
-        if self._relief is None or not self._relief.release_memory():
-            return False
-        if error is not None:
-            release_frames(error)  # they hold the graph
-        return True
 
     def _shrink(self, facts: BatchFacts, agreed: Agreed, error: Exception | None) -> Agreed:
         smaller = self._sizes.halve(facts, agreed, here=error is not None)

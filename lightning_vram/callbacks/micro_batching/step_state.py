@@ -55,9 +55,10 @@ class StepState:
         self._module = module
         self._device = device
         self._buffers = BufferCopies()  # held over the run, so that constants are copied once
-        self._forget()
+        self.settle()
 
-    def _forget(self) -> None:
+    def settle(self) -> None:
+        """Free what was taken: the step counts, and the optimizer needs the memory."""
         self._parameters: Sequence[Tensor] = ()
         self._gradients: GradientState | None = None
         self._attributes: list[AttributeState] = []
@@ -70,7 +71,7 @@ class StepState:
 
     def take(self, batch: Any = None, parameters: Sequence[Tensor] = ()) -> "StepState":
         """Copy all but gradients, which :meth:`take_gradients` copies later. May run out of memory."""
-        self._forget()
+        self.settle()
         self._parameters = parameters
         members = iterate_members(self._module)
         # Not isinstance: it takes as long as all the rest, Metric being an abstract class.
@@ -126,10 +127,6 @@ class StepState:
                 "MicroBatching cannot retry this batch: training_step modified it in place. Write into a copy, or give "
                 "a fixed size."
             )
-
-    def settle(self) -> None:
-        """Free what was taken: the step counts, and the optimizer needs the memory."""
-        self._forget()
 
 
 def _plain(state: AttributeState) -> list[Tensor]:
@@ -195,8 +192,7 @@ class BufferCopy:
         """Write the value back, in place."""
         if not self.is_changed():
             return
-        is_inference = self.tensor.is_inference()
-        with torch.inference_mode(mode=is_inference), torch.no_grad():
+        with torch.inference_mode(mode=self.tensor.is_inference()), torch.no_grad():
             if self.is_replaced():
                 self.tensor.data = self.value.to(self._stamp[2], copy=True)
             else:
@@ -385,19 +381,17 @@ def _combine(fx: str, name: str, calls: Sequence[_Entry]) -> tuple[Tensor, dict[
     options = dict(calls[0].options)
     batch_sizes: list[Any] = [call.options.get("batch_size") for call in calls]
     weights = [call.share for call in calls]
-    if set(batch_sizes) == {sum(call.size for call in calls)}:
-        pass  # a constant of the module: the size of the whole batch, which it is
-    elif None not in batch_sizes:
+    # Else it is a constant of the module: the size of the whole batch, which it is.
+    if None not in batch_sizes and set(batch_sizes) != {sum(call.size for call in calls)}:
         if batch_sizes != [call.size for call in calls]:  # else it says nothing new, and the share knows of tokens
             weights = batch_sizes
         options["batch_size"] = sum(batch_sizes)
     values: list[Tensor] = [call.value for call in calls]
     meta = Metadata(fx, name, reduce_fx=options.get("reduce_fx", torch.mean))  # knows all ways to name a reduction
     if meta.is_mean_reduction:
-        sizes = [call.size for call in calls]
         floats = torch.float32, torch.float64  # Lightning converts others
         values = [value if value.dtype in floats else value.to(default_dtype()) for value in values]
-        return weighted_mean(values, weights, sizes), options
+        return weighted_mean(values, weights, [call.size for call in calls]), options
     if meta.is_sum_reduction:
         return reduce(torch.add, [value.long() if value.dtype is torch.bool else value for value in values]), options
     return reduce(torch.maximum if meta.is_max_reduction else torch.minimum, values), options

@@ -48,7 +48,13 @@ def check_run(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients: bool
         )
     _check_hooks(trainer)
     if not keep_gradients:
-        _check_accumulation(trainer)
+        if trainer.gradient_clip_val:
+            raise MisconfigurationException(_NEEDS_ALL.format("gradient_clip_val", "no clipping"))
+        user = next((type(one).__name__ for one in trainer.callbacks if hook_points.uses_gradients(one)), None)  # type: ignore[attr-defined]
+        if user is not None:
+            raise MisconfigurationException(_NEEDS_ALL.format(user, f"no {user}"))
+        if not isinstance(trainer.strategy, SingleDeviceStrategy):
+            raise MisconfigurationException(_NEEDS_ALL.format(type(trainer.strategy).__name__, "a single device"))
     if clips_by_norm(trainer) and max_norm is None:
         raise MisconfigurationException(
             f"{NAME} cannot clip by norm, which needs all gradients at once, got gradient_clip_val="
@@ -91,8 +97,7 @@ def check_training(trainer: pl.Trainer, max_norm: str | None, *, keep_gradients:
 def _zero_gradients(zero: Callable[..., None], /, epoch: int, batch_idx: int, optimizer: Any) -> None:
     """Zero gradients, among them a probe; refuse if that stays, or becomes zeros, which would be stepped with."""
     parameters = (one for group in optimizer.param_groups for one in group["params"])
-    free = (one for one in parameters if one.requires_grad and one.grad is None)
-    probe = min(free, key=torch.numel, default=None)
+    probe = min((one for one in parameters if one.requires_grad and one.grad is None), key=torch.numel, default=None)
     if probe is not None:
         probe.grad = torch.ones_like(probe)
     zero(epoch, batch_idx, optimizer)
@@ -102,16 +107,6 @@ def _zero_gradients(zero: Callable[..., None], /, epoch: int, batch_idx: int, op
             f"{NAME} does not work with an optimizer_zero_grad that leaves gradients or zeros: they are used up by "
             f"then. Call optimizer.zero_grad() in there, or leave {NAME} out."
         )
-
-
-def _check_accumulation(trainer: pl.Trainer) -> None:
-    if trainer.gradient_clip_val:
-        raise MisconfigurationException(_NEEDS_ALL.format("gradient_clip_val", "no clipping"))
-    user = next((type(one).__name__ for one in trainer.callbacks if hook_points.uses_gradients(one)), None)  # type: ignore[attr-defined]
-    if user is not None:
-        raise MisconfigurationException(_NEEDS_ALL.format(user, f"no {user}"))
-    if not isinstance(trainer.strategy, SingleDeviceStrategy):
-        raise MisconfigurationException(_NEEDS_ALL.format(type(trainer.strategy).__name__, "a single device"))
 
 
 def _check_hooks(trainer: pl.Trainer) -> None:
@@ -221,11 +216,10 @@ class OptimizerInBackward(hook_points.FitTechnique):
             )
         limit = trainer.gradient_clip_val or None
         value, norm = (None, limit) if clips_by_norm(trainer) else (limit, None)
-        clipping = Clipping(value, norm, by_previous=self.max_norm == "previous")
         assert trainer.strategy.model is not None
         self._steps = BackwardSteps(
             trainer.strategy.model,
-            clipping,
+            Clipping(value, norm, by_previous=self.max_norm == "previous"),
             may_be_early=partial(self._may_be_early, trainer) if user is None else None,
             keeps_gradients=self.keep_gradients,
         )
@@ -257,8 +251,7 @@ class OptimizerInBackward(hook_points.FitTechnique):
     def _backward(self, trainer: pl.Trainer, inner: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         """Replaces the backward of the precision plugin, between its hooks."""
         assert self._steps is not None
-        is_last = not is_accumulating(trainer.fit_loop.epoch_loop)
-        self._steps.run(partial(inner, *args, **kwargs), is_last=is_last)
+        self._steps.run(partial(inner, *args, **kwargs), is_last=not is_accumulating(trainer.fit_loop.epoch_loop))
 
     def _optimizer_step(
         self, trainer: Any, inner: Callable[..., Any], /, optimizer: Optimizer, *args: Any, **kwargs: Any

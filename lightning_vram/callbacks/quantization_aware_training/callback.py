@@ -112,10 +112,9 @@ class QuantizationAwareTraining(FitTechnique):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.save is None or self._quantization is None or not trainer.is_global_zero:
+        # In a fast_dev_run a file may be there, of a run that was meant.
+        if self.save is None or self._quantization is None or not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return  # a file may be there, of a run that was meant
         path = Path(trainer.default_root_dir) / self.save
         save_quantized(pl_module, self._quantization, path)
         rank_zero_info(f"QuantizationAwareTraining saved {path}: lightning_vram.load_quantized(module, path) loads it.")

@@ -33,8 +33,7 @@ from lightning_vram.techniques.sharding import has_meta, materialize
 
 
 def _frozen_names(module: nn.Module) -> set[str]:
-    named = module.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in named if not parameter.requires_grad}
+    return {name for name, one in module.named_parameters(remove_duplicate=False) if not one.requires_grad}
 
 
 def _fit_checkpoint(given: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
@@ -125,10 +124,9 @@ class QuantizeFrozenWeights(FitTechnique):
         library: Library = "own",
     ) -> None:
         check_layers("QuantizeFrozenWeights(layers)", layers)
-        sizes = [2**power for power in range(4, 13)]
         for argument, value, allowed, numbers in (
             ("bits", bits, "8 or 4", (8, 4)),
-            ("block_size", block_size, "a power of two from 16 to 4096", sizes),
+            ("block_size", block_size, "a power of two from 16 to 4096", [2**power for power in range(4, 13)]),
         ):
             check_kind(f"QuantizeFrozenWeights({argument})", value, int, allowed)
             if value not in numbers:
@@ -190,17 +188,21 @@ class QuantizeFrozenWeights(FitTechnique):
             )
         self._quantize(trainer)
         assert self._quantized is not None
-        for part in filter(fsdp2.is_sharded, module.modules()):
-            _fit_shards(part)
+        # FSDP2 is to shard quantized weights by their bytes, and to read them in the dtype that it casts to.
+        groups = (group for part in filter(fsdp2.is_sharded, module.modules()) for group in fsdp2.groups_of(part))
+        for group, parameter in ((one, parameter) for one in groups for parameter in one.fsdp_params):
+            fsdp2.look_past_attribute(parameter)
+            weight = quantized_weight(fsdp2.place_of(parameter)[0])
+            if weight is not None:
+                weight.form.read_as = fsdp2.dtype_to_compute(group, parameter)
         _report(self._quantized, module, is_fit=trainer.training)
 
     def _quantize(self, trainer: pl.Trainer) -> None:
         """Quantize the layers that exist and are not quantized yet."""
         module: Any = trainer.lightning_module
-        is_loaded = trainer.ckpt_path is not None
 
         def give_memory(part: nn.Module) -> None:
-            materialize(part, seed=_SEED, model=module, uninitialized_ok=is_loaded)
+            materialize(part, seed=_SEED, model=module, uninitialized_ok=trainer.ckpt_path is not None)
 
         self._quantized = quantize_frozen_weights(
             module,
@@ -273,16 +275,6 @@ class QuantizeFrozenWeights(FitTechnique):
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_quantized": None, "_patches": []}  # a copy is not part of any run
-
-
-def _fit_shards(part: nn.Module) -> None:
-    """Let FSDP2 shard quantized weights of ``part`` by their bytes, and read them in the dtype that it casts to."""
-    for group in fsdp2.groups_of(part):
-        for parameter in group.fsdp_params:
-            fsdp2.look_past_attribute(parameter)
-            weight = quantized_weight(fsdp2.place_of(parameter)[0])
-            if weight is not None:
-                weight.form.read_as = fsdp2.dtype_to_compute(group, parameter)
 
 
 def _report(quantized: QuantizedLayers, module: nn.Module, *, is_fit: bool) -> None:

@@ -107,7 +107,11 @@ class SlurmRequeue(Callback):
         self.dirpath = dirpath
         self.weights_only = weights_only
         self.requeue_signal = requeue_signal
-        self._signals = StopSignals((signal.SIGTERM, _parse_signal(requeue_signal)))
+        check_kind("SlurmRequeue(requeue_signal)", requeue_signal, str, "the name of a signal")
+        full = requeue_signal if requeue_signal.startswith("SIG") else f"SIG{requeue_signal}"
+        if full not in signal.Signals.__members__ or full in ("SIGKILL", "SIGSTOP", "SIGTERM"):
+            raise ValueError(f"SlurmRequeue(requeue_signal) must be a signal like 'SIGUSR1', got {requeue_signal!r}.")
+        self._signals = StopSignals((signal.SIGTERM, signal.Signals[full]))
         check_job(SlurmJob.from_environment())
         self._undo = ExitStack()
         self._resume: ExactResume | None = None  # of a fit, as the folder
@@ -219,8 +223,7 @@ class SlurmRequeue(Callback):
             if trainer.is_global_zero:  # there are callbacks that save after an exception
                 atexit.register(self._folder.touch)
             done = f"saved {self._folder.checkpoint} in {time.perf_counter() - start:.1f} s"
-        asked = self._job.requeue() if trainer.is_global_zero else (0, "")
-        code, outcome = trainer.strategy.broadcast(asked)
+        code, outcome = trainer.strategy.broadcast(self._job.requeue() if trainer.is_global_zero else (0, ""))
         rank_zero_info(f"SlurmRequeue: {self._vote.name} at step {trainer.global_step}: {done}; {outcome}.")
         raise JobStopped(code)
 
@@ -254,9 +257,8 @@ class SlurmRequeue(Callback):
             return
         with self._peers:
             is_stopping = self._vote.exchange_limited()
-        if is_stopping and (
-            trainer.state.fn != "fit" or not private_lightning.is_accumulating(trainer.fit_loop.epoch_loop)
-        ):
+        loop = trainer.fit_loop.epoch_loop
+        if is_stopping and (trainer.state.fn != "fit" or not private_lightning.is_accumulating(loop)):
             self._stop(trainer)
 
     on_test_batch_end = on_validation_batch_end
@@ -278,9 +280,8 @@ class SlurmRequeue(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         atexit.unregister(_end_program)  # the job may be started again
         if not isinstance(exception, JobStopped):  # its process is about to end, and the handlers with it
-            private_lightning.signal_connector(
-                trainer
-            ).teardown()  # else it would put our handlers back, which it found there
+            # Else it would put our handlers back, which it found there.
+            private_lightning.signal_connector(trainer).teardown()
             # srun ends the other tasks of a step in which one has failed: SIGTERM would end this one while it clears
             # up, before Python says what the error was.
             self._release(has_failed=True)
@@ -306,11 +307,3 @@ def _end_program() -> None:
     if getattr(sys, "last_type", None) is None:  # else an error has ended it, and the job may be started again
         for folder in _folders:
             folder.remove()
-
-
-def _parse_signal(name: str) -> signal.Signals:
-    check_kind("SlurmRequeue(requeue_signal)", name, str, "the name of a signal")
-    full = name if name.startswith("SIG") else f"SIG{name}"
-    if full not in signal.Signals.__members__ or full in ("SIGKILL", "SIGSTOP", "SIGTERM"):
-        raise ValueError(f"SlurmRequeue(requeue_signal) must be a signal like 'SIGUSR1', got {name!r}.")
-    return signal.Signals[full]

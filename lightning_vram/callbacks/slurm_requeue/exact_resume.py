@@ -88,8 +88,7 @@ class ExactResume:
 
     def on_train_epoch_end(self) -> None:
         """Let schedulers step that follow a metric, if it is there. After a restart Lightning assumes it is not."""
-        configs = self._trainer.lr_scheduler_configs
-        monitors = {config.monitor for config in configs if config.reduce_on_plateau}
+        monitors = {one.monitor for one in self._trainer.lr_scheduler_configs if one.reduce_on_plateau}
         if monitors and monitors <= self._trainer.callback_metrics.keys():
             private_lightning.stop_restarting(self._trainer.fit_loop)
 

@@ -12,7 +12,6 @@ from itertools import chain
 from math import nan
 from pathlib import Path
 from time import monotonic
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -68,28 +67,21 @@ def read_place(errors: Sequence[BaseException], module: nn.Module) -> Place:
     names = {id(part): name for name, part in module.named_modules()}
     work, inner, line, function = Work.OTHER, "", "", ""
     for frame, number in chain.from_iterable(traceback.walk_tb(error.__traceback__) for error in errors):
-        work = _work_of(frame) or work
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        posix = path.replace("\\", "/")
+        if "/torch/optim/" in posix or "/lightning_vram/optimizers/" in posix:
+            work = Work.OPTIMIZER_STEP
+        elif name in _IN_BACKWARD and ("/torch/autograd/" in posix or posix.endswith("/torch/_tensor.py")):
+            work = Work.BACKWARD
+        else:
+            work = _BY_FUNCTION.get(name, work)
         inner = names.get(id(frame.f_locals.get("self")), "") or inner
-        path = frame.f_code.co_filename
         if path.endswith("nn/functional.py"):
-            function = frame.f_code.co_name
-        if _is_users(path):
+            function = name
+        is_file = not path.startswith("<") and path != sys.executable
+        if is_file and not path.startswith((_OWN_FOLDER, *_LIBRARIES)) and "site-packages" not in path:  # the user's
             line = f"{Path(path).name}:{number}: {linecache.getline(path, number).strip():.{_MOST_CHARACTERS_OF_LINE}}"
     return Place(work, "" if work in (Work.RESTORING, Work.SAVING, Work.MOVING) else inner, line, function)
-
-
-def _work_of(frame: FrameType) -> Work | None:
-    path, name = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
-    if "/torch/optim/" in path or "/lightning_vram/optimizers/" in path:
-        return Work.OPTIMIZER_STEP
-    if name in _IN_BACKWARD and ("/torch/autograd/" in path or path.endswith("/torch/_tensor.py")):
-        return Work.BACKWARD
-    return _BY_FUNCTION.get(name)
-
-
-def _is_users(path: str) -> bool:
-    is_file = not path.startswith("<") and path != sys.executable
-    return is_file and not path.startswith((_OWN_FOLDER, *_LIBRARIES)) and "site-packages" not in path
 
 
 _NUM_ENDS = 64
@@ -213,7 +205,10 @@ def _search(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches, on_progr
     """Run the step on fake tensors, and search for what fits."""
     started, device = monotonic(), trainer.strategy.root_device
     own = read_trainer_arguments(trainer)
-    _undo_features(trainer)
+    # Restore the module to its state before the run, which is over. Features do nothing when undone again.
+    for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
+        if isinstance(callback, FitTechnique) and not getattr(callback, "takes_no_memory", False):
+            callback.give_up()  # teardown may move offloaded tensors to the device, which is full
     if has_cache(device):
         empty_cache(device)  # the estimate copies tensors that are not parameters
     spec = describe_device(device, found.request.room_bytes or found.request.allocated_bytes or 1)
@@ -270,13 +265,6 @@ def _add_estimate(found: OutOfMemory, estimated: MemoryTimeline, *, is_tracked: 
         found.budget_bytes = max(1, min(room_bytes, peak_bytes - (request.asked_bytes or 0)))
     if not is_tracked:
         found.by_module = dict(estimated.peak_by_module)
-
-
-def _undo_features(trainer: pl.Trainer) -> None:
-    """Restore the module to its state before the run, which is over. Features do nothing when undone again."""
-    for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
-        if isinstance(callback, FitTechnique) and not getattr(callback, "takes_no_memory", False):
-            callback.give_up()  # teardown may move offloaded tensors to the device, which is full
 
 
 def _write_pictures(trainer: pl.Trainer, folder: Path, stem: str, estimate: MemoryEstimate | None) -> list[str]:
