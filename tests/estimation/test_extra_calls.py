@@ -402,7 +402,7 @@ def test_a_second_fit_is_planned_anew(tmp_path):
 
     class Auto(AutoVRAM):
         def on_train_start(self, trainer, pl_module):
-            monitored.append(self._decision.num_elements)
+            monitored.append(self._plan.decision.num_elements)
             super().on_train_start(trainer, pl_module)
 
     module = Doubled()

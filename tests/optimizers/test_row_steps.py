@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_vram.core.tensors.codecs import LowBitTensor
 from lightning_vram.optimizers import low_precision, step_loop
-from lightning_vram.optimizers.low_precision import LowPrecisionMoments, can_run, is_ruled, rule_of, step_rows
+from lightning_vram.optimizers.low_precision import LowPrecisionMoments, can_run, rule_of, step_rows
 from lightning_vram.optimizers.moment_forms import FORMS, UpdateCheck
-from lightning_vram.optimizers.step_round import Member, StepRound
+from lightning_vram.optimizers.step_round import Member, StepRound, is_ruled
 
 # Whole rows and not: the first in three slices.
 SHAPES = ((1024, 192), (4097,), (64, 128), (2**16 + 128,), (5000,), (16384,))

@@ -205,10 +205,7 @@ def _search(trainer: pl.Trainer, found: OutOfMemory, last: LastBatches, on_progr
     """Run the step on fake tensors, and search for what fits."""
     started, device = monotonic(), trainer.strategy.root_device
     own = read_trainer_arguments(trainer)
-    # Restore the module to its state before the run, which is over. Features do nothing when undone again.
-    for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
-        if isinstance(callback, FitTechnique) and not getattr(callback, "takes_no_memory", False):
-            callback.give_up()  # teardown may move offloaded tensors to the device, which is full
+    _undo_features(trainer)
     if has_cache(device):
         empty_cache(device)  # the estimate copies tensors that are not parameters
     spec = describe_device(device, found.request.room_bytes or found.request.allocated_bytes or 1)
@@ -265,6 +262,13 @@ def _add_estimate(found: OutOfMemory, estimated: MemoryTimeline, *, is_tracked: 
         found.budget_bytes = max(1, min(room_bytes, peak_bytes - (request.asked_bytes or 0)))
     if not is_tracked:
         found.by_module = dict(estimated.peak_by_module)
+
+
+def _undo_features(trainer: pl.Trainer) -> None:
+    """Restore the module to its state before the run, which is over. Features do nothing when undone again."""
+    for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
+        if isinstance(callback, FitTechnique) and not getattr(callback, "takes_no_memory", False):
+            callback.give_up()  # teardown may move offloaded tensors to the device, which is full
 
 
 def _write_pictures(trainer: pl.Trainer, folder: Path, stem: str, estimate: MemoryEstimate | None) -> list[str]:
