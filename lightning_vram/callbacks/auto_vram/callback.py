@@ -196,7 +196,7 @@ class AutoVRAM(Callback):
         self._end(exception)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | _BETWEEN_RUNS  # a copy is not part of any run
+        return {name: value for name, value in vars(self).items() if name not in _BETWEEN_RUNS}  # a copy has no run
 
     def _end(self, exception: BaseException | None = None) -> None:
         plan, limit = self._plan, self._limit

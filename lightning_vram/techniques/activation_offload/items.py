@@ -273,9 +273,13 @@ class OffloadedItem:
             for reference in list(run.items.values()):  # not items(): a collection between two pairs changes it
                 later = reference()
                 if later is not None and later.number > self.number:
-                    if later.host_copy is not None and later._waiting == later._handles:  # nobody asked for it
-                        later._device = later._arrival = None
-                    later._uncount()
+                    later._pass_over()
+
+    def _pass_over(self) -> None:
+        """Drop a copy nobody asked for, or at least do not count it."""
+        if self.host_copy is not None and self._waiting == self._handles:
+            self._device = self._arrival = None
+        self._uncount()
 
     def _hold(self, flat: Tensor, arrival: H2DCopy | None) -> None:
         self._uncount()  # what it holds already, if that was written to
