@@ -144,6 +144,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 _READ_BY_PLACE = (list, tuple, Tensor)
+_MOST_PARTS = 10_000
 _MOST_TRANSFORMS = 64
 
 
@@ -228,11 +229,20 @@ def _copy(iterable: Any) -> Any:
         raise ValueError(f"reading {kind} would consume a batch of the run, and it cannot be copied") from error
 
 
-def _generators_of(part: Any, depth: int = 4) -> list[Any]:
+def _generators_of(dataset: Any) -> list[Any]:
     """Generators that a dataset draws from by itself, or what it is made of: other datasets, transforms."""
-    if source_of(part) is not None:
-        return [part]
-    if not depth or isinstance(part, type | ModuleType | Tensor):
-        return []
-    parts = part[:_MOST_TRANSFORMS] if isinstance(part, list | tuple) else getattr(part, "__dict__", {}).values()
-    return [found for one in list(parts) for found in _generators_of(one, depth - 1)]
+    found: list[Any] = []
+    seen: dict[int, Any] = {}
+    waiting = [dataset]
+    while waiting and len(seen) < _MOST_PARTS:
+        part = waiting.pop()
+        if id(part) in seen or isinstance(part, type | ModuleType | Tensor):
+            continue
+        seen[id(part)] = part
+        if source_of(part) is not None:
+            found.append(part)
+        elif isinstance(part, list | tuple):
+            waiting += part[:_MOST_TRANSFORMS]
+        else:
+            waiting += getattr(part, "__dict__", {}).values()
+    return found

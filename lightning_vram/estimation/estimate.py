@@ -27,6 +27,7 @@ from lightning_vram.estimation.traced_fit import FitRun, TracedFit, run_whole, t
 from lightning_vram.memory.device.out_of_memory import is_out_of_memory
 from lightning_vram.memory.estimate.caching_allocator import AllocatorReplay, AllocatorSettings, read_settings
 from lightning_vram.memory.estimate.device_spec import DeviceSpec, find_device
+from lightning_vram.memory.estimate.known_values import MOST_INTEGERS
 from lightning_vram.memory.estimate.result import MemoryEstimate, StageEstimate
 from lightning_vram.memory.estimate.workspaces import Workspaces, workspaces_of
 from lightning_vram.memory.host import available_host_bytes
@@ -73,6 +74,7 @@ def needed_bytes(traced: TracedFit, workspaces: Workspaces | None) -> int:
 
 _LARGEST = 1 << 24
 _EXACT_UP_TO = 512  # larger sizes are found to one part in as many
+_KNOWN_INDICES = 1 << 10, 1 << 13, 1 << 16, MOST_INTEGERS  # as many, or squares or batches of them, are looked at
 _MOST_CHECKS = 3
 _MOST_LETTERS = 160
 _DELIBERATE = (RuntimeError, ValueError, IndexError, MisconfigurationException)  # by operators and refusals of ours
@@ -103,6 +105,8 @@ def find_limit(
         largest = min((size for size in found.refusals if size > max(found.needs)), default=None)
         if law is not None:
             largest = _bisect(lambda size: needed_bytes(law.predict(size)) <= limit_bytes, sizes[0])
+            climb = (size // sizes[0] * sizes[0] for size in _KNOWN_INDICES)
+            largest = next((size for size in climb if sizes[0] < size < largest and not found.takes(size)), largest)
         for _ in range(_MOST_CHECKS):
             if largest and not found.takes(largest):
                 largest = found.largest_below(largest)

@@ -134,7 +134,10 @@ def _record_reads(module: pl.LightningModule, batch: Any, run: FitRun, line: str
         few = real
         _record(module, real, alone)
     samples = f"{batch_size_of(few)} samples" if batch_size_of(real) else "the whole batch"
-    run.reads.note = f"The step reads values of tensors{line}. Those of a real step on the CPU with {samples} are used."
+    scaled = "" if few is real or ratio <= 1 else " Numbers among them are not scaled to the batch."
+    run.reads.note = (
+        f"The step reads values of tensors{line}. Those of a real step on the CPU with {samples} are used.{scaled}"
+    )
 
 
 def run_whole(module: pl.LightningModule, batch: Any, run: FitRun, reason: Exception) -> TracedFit:

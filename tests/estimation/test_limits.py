@@ -222,6 +222,17 @@ def test_the_longest_sequence_ends_where_the_model_does(look, longest, reason):
     assert estimate.batch_size_refusal == ""
 
 
+def by_distance(module, ids, x):  # as BERT's relative_key
+    places = torch.arange(ids.shape[1], device=ids.device)
+    return x + module.positions((places[:, None] - places).abs()).sum(1)
+
+
+@pytest.mark.parametrize("look", [by_range, by_distance, by_tokens])
+def test_a_table_ends_a_sequence_for_which_a_card_has_room_without_end(look):
+    roomy = replace(TINY, memory_bytes=2**44)
+    assert estimate_memory(Sequences(look), a_batch(), device=roomy).max_sequence_length == ROWS
+
+
 def test_the_longest_sequence_of_windows_is_a_multiple_of_them():
     estimate = estimate_memory(Sequences(by_windows), a_batch(), device=TINY)
     plain = estimate_memory(Sequences(), a_batch(), device=TINY)

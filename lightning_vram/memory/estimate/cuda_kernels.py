@@ -249,7 +249,8 @@ def _run_recurrent(notes: dict[str, None], op: Any, given: dict[str, Any]) -> tu
     vectors = num_directions * (_VECTORS_PER_STEP[op.overloadpacket.__name__] * num_layers + num_layers - 1)
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     saved_bytes = x.shape[:-1].numel() * vectors * num_hidden * dtype.itemsize if given["train"] else 0
-    layers = (dtype, saved_bytes, num_hidden * num_directions, given.get("batch_first", False), len(states))
+    width = states[0].shape[-1] * num_directions  # of the output: proj_size narrows the state, not the cell
+    layers = (dtype, saved_bytes, width, given.get("batch_first", False), len(states))
     return _Recurrent.apply(layers, x, *states, *given["params"])  # type: ignore[no-any-return, no-untyped-call]
 
 

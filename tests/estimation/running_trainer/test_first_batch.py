@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_vram.estimation.batches import read_first_batches
 
@@ -63,6 +63,24 @@ def test_the_order_that_is_yet_to_come_stays():
     assert torch.equal(generator.get_state(), before)
     assert sorted(sample for batch in batches for sample in batch) == list(range(8))
     assert not torch.equal(torch.tensor(batches), torch.arange(8).view(4, 2))
+
+
+def test_numbers_that_samples_draw_are_yet_to_come():
+    class Noisy(Dataset):
+        def __init__(self):
+            self.transforms = [SimpleNamespace(noise=SimpleNamespace(generator=torch.Generator().manual_seed(1)))]
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return torch.rand(2, generator=self.transforms[0].noise.generator)
+
+    data = Noisy()
+    generator = data.transforms[0].noise.generator
+    before = generator.get_state()
+    read(DataLoader(Subset(data, [0, 1, 2]), batch_size=2), 1)
+    assert torch.equal(generator.get_state(), before)
 
 
 def test_of_several_loaders_the_shorter_one_begins_again():

@@ -63,6 +63,13 @@ def test_recurrent_layers_keep_results_ends_and_cudnns_reserve(card, kind, num_l
     assert list(notes) == ["nn.LSTM, nn.GRU, nn.RNN: memory that cuDNN saves for backward is a rough estimate."]
 
 
+def test_the_output_of_projected_states_is_as_wide_as_they_are(card):
+    card()
+    layers = nn.LSTM(5, 8, proj_size=3, bidirectional=True, device="cuda")
+    output, (state, cell) = layers(torch.empty(4, 2, 5, device="cuda"))
+    assert (output.shape, state.shape, cell.shape) == ((4, 2, 6), (2, 2, 3), (2, 2, 8))
+
+
 def test_recurrent_layers_under_autocast_keep_a_cast_of_all_weights(card):
     card()
     layers, x = nn.GRU(5, 8, device="cuda"), torch.empty(4, 3, 5, device="cuda", requires_grad=True)
