@@ -337,8 +337,12 @@ class UpcastStates:
 def _make_proxies(chunk: WeightChunk, exact: Tensor, members: Sequence[rounds.Member]) -> list[nn.Parameter]:
     """Return fp32 proxies with gradients, contiguous as they are, over the exact weights of a chunk."""
     views = dict(zip(chunk.parameters, views_like(exact, chunk.parameters), strict=True))
-    upcast = (one.gradient.to(exact.device, torch.float32) for one in members)
-    gradients = (one.contiguous() if one.layout is torch.strided else one for one in upcast)
+    dense = [one.gradient for one in members if one.gradient.layout is torch.strided]
+    upcast = iter(views_like(upcast_flat(dense, exact.device), dense) if dense else ())
+    gradients = (
+        next(upcast) if one.gradient.layout is torch.strided else one.gradient.to(exact.device, torch.float32)
+        for one in members
+    )
     return [rounds.make_proxy(views[one.parameter], gradient) for one, gradient in zip(members, gradients, strict=True)]
 
 

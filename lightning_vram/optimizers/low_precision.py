@@ -251,7 +251,9 @@ class LowPrecisionMoments(rounds.StepTakeOver):
         """Convert the moments of optimizers, now and after loading; refuse all if one cannot be stepped."""
         fresh = list(filter(self._form.fits, optimizers))
         parameters, name = set(chain.from_iterable(map(rounds.iterate_parameters, fresh))), self._form.part
-        self.unheld = moment_forms.find_unsupported(name, f"leave {name} out", self._form, fresh, parameters)
+        self.unheld = moment_forms.find_unsupported(
+            name, f"leave {name} out", self._form, fresh, parameters, is_late=bool(self._taken)
+        )
         forms = [form_of(self._library, self._form, optimizer) for optimizer in fresh]
         for optimizer, form in zip(fresh, forms, strict=True):
             states = moment_forms.LowPrecisionStates(optimizer, form.takes, form, self._check)

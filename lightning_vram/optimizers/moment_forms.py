@@ -172,8 +172,10 @@ def find_unsupported(
     form: StateForm,
     optimizers: Iterable[Optimizer],
     parameters: Container[object],
+    *,
+    is_late: bool,
 ) -> set[nn.Parameter]:
-    """Return the trained parameters whose moments cannot have a form; refuse if all."""
+    """Return the trained parameters whose moments cannot have a form; refuse if all, unless ``is_late``."""
     trained: dict[nn.Parameter, str] = {}  # with the class of their optimizer
     for optimizer in optimizers:
         kind = type(optimizer).__name__
@@ -184,7 +186,7 @@ def find_unsupported(
             )
         trained |= {p: kind for p in rounds.iterate_parameters(optimizer) if p.requires_grad and p in parameters}
     unheld = {parameter for parameter in trained if not form.holds(parameter)}
-    if unheld and len(unheld) == len(trained):
+    if unheld and len(unheld) == len(trained) and not is_late:
         found, kinds = (" and ".join(sorted(set(one))) for one in (map(_describe, unheld), trained.values()))
         raise ValueError(
             f"{name} is for the moments of float32 weights, got {found} in {kinds}: use precision='bf16-mixed' or "

@@ -172,7 +172,7 @@ class HostOptimizers(rounds.StepTakeOver):
         names = f"host_state={form.name!r}", "host_state='fp32'"
         if self._is_form_everywhere:
             names, optimizers = (form.part, f"leave {form.part} out"), [one for one in optimizers if form.fits(one)]
-        self.unheld = find_unsupported(*names, form, optimizers, parameters)
+        self.unheld = find_unsupported(*names, form, optimizers, parameters, is_late=bool(self._taken))
 
     def _attach_foreign(self, optimizer: Optimizer) -> None:
         """Step an optimizer of an unknown class synchronously, on whole tensors if possible."""

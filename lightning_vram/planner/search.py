@@ -18,7 +18,7 @@ from torch import nn
 from lightning_vram.estimation.fake_trainer import as_list
 from lightning_vram.memory.units import MIB, format_argument, parse_bytes
 from lightning_vram.planner import scheme as schemes
-from lightning_vram.private_names.torch import is_compiled_by_lightning
+from lightning_vram.private_names.dispatcher import is_compiled
 
 EXACT, LOSSLESS, ANY = schemes.Exactness
 
@@ -108,7 +108,7 @@ def remedies_for(
         states=tuple(states),
         singles=tuple(filter(suits, (FUSION, OFFLOAD, COMPRESSION) if on_card else (FUSION, COMPRESSION))),
         checkpoints=not has_checkpoints,
-        budgets=module is None or not is_compiled_by_lightning(module),  # traces run uncompiled, and would not refuse
+        budgets=module is None or not is_compiled(module),  # traces run uncompiled, and would not refuse
         offloads=on_card and not has_checkpoints and OFFLOAD.name not in taken,
         cuts=suits(IN_PARTS),
         tiles=suits(TOKEN_TILING),

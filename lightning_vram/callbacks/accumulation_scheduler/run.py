@@ -289,7 +289,7 @@ class AccumulationRun:
         progress: Any = loop.batch_progress.current
         if is_other and progress.processed < progress.ready:  # not begun: a hook asks in on_train_batch_start
             return (self._plan() if self._begins_window else window.length - window.num_done) == 1
-        if is_other and not loop.restarting:
+        if is_other and progress.started < progress.ready and not loop.restarting:  # else none was read so far
             if not private_lightning.epoch_ends(loop):
                 raise MisconfigurationException(
                     "AccumulationScheduler does not work with a batch that is None: ranks would not step together. "

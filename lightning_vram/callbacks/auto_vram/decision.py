@@ -242,6 +242,7 @@ class AppliedPlan:
                 try:
                     callback.start_late(trainer)
                 except (MisconfigurationException, ValueError):
+                    callback.teardown(trainer, module, "fit")
                     return False
                 self._callbacks.append((part, callback))
                 self._list.append(callback)

@@ -192,8 +192,12 @@ def match_parameters(module: nn.Module, optimizer: Optimizer, state_dict: Mappin
 
 
 def check_shapes(module: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any], index: int) -> None:
-    """Refuse states of :func:`match_parameters` with other shapes: fused kernels would read past their end."""
+    """Refuse states of :func:`match_parameters` with other names or shapes: fused kernels would read past their end."""
     names = first_names(module)
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for mine, other in zip(group.get("param_names") or (), saved.get("param_names") or (), strict=False):
+            if mine != other:
+                raise ValueError(f"The checkpoint has {other} where optimizer {index} has {mine}. {_WAY_OUT}")
     own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for key, parameter in zip(chain.from_iterable(_keys(state_dict)), own, strict=True):
         for name, value in state_dict["state"].get(key, {}).items():

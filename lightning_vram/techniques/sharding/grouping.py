@@ -76,7 +76,7 @@ def find_named_weights(root: nn.Module) -> set[nn.Parameter]:
             lists = (child for child in own_children(module).values() if isinstance(child, _CONTAINERS))
             found.update(parameter for child in lists for parameter in child.parameters())
         for (*_, owner), rest in _follow(module, chain):
-            is_read = rest[1:2] == ("dtype",) or not (len(rest) > 1 and rest[1] in _HARMLESS)
+            is_read = rest[1:2] == ("dtype",) or not (len(rest) > 1 and rest[1] in (*_HARMLESS, "device"))
             found.update(p for p in [own_parameters(owner).get(rest[0])] if p is not None and is_read)
     return found
 
