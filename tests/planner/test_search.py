@@ -92,7 +92,10 @@ def test_layers_keep_as_much_as_fits(budget, overhead):
 
 def test_compiled_modules_get_no_activation_budget():
     module = pl.LightningModule()
+    module.layer = torch.nn.Linear(2, 2)
     assert remedies_for({}, Exactness.ANY, on_card=False, module=module).budgets
+    module.layer.compile(backend="eager")  # copies for traces are not compiled, and do not refuse
+    assert not remedies_for({}, Exactness.ANY, on_card=False, module=module).budgets
     from_compiled = pl.utilities.compile.from_compiled(torch.compile(module, backend="eager"))
     remedies = remedies_for({}, Exactness.ANY, on_card=True, module=from_compiled)
     steps = Steps()

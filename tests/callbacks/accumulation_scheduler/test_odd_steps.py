@@ -39,6 +39,14 @@ class Holes(Scalar):
         return DataLoader(self.values, collate_fn=lambda values: None if values[0] == 2 else torch.stack(values))
 
 
+def test_whether_a_window_ends_can_be_asked_before_the_first_batch(fit):
+    class Asks(Scalar):
+        def on_train_epoch_start(self):  # as SlurmRequeue does on a signal
+            self.trainer.fit_loop._should_accumulate()
+
+    fit(Asks(range(1, 8)), AccumulationScheduler({0: 3}))
+
+
 @pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
 def test_a_batch_that_is_not_there_is_refused(fit):
     with pytest.raises(MisconfigurationException) as caught:

@@ -63,6 +63,15 @@ def test_another_order_of_parameters_is_refused():
     )
 
 
+def test_parameters_of_another_name_are_refused():
+    module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    names = dict(module.named_parameters())
+    state = AdamW(names.items()).state_dict()
+    check(module, AdamW(names.items()), state)
+    turned = AdamW(reversed(names.items()))
+    assert refusal(module, turned, state) == f"The checkpoint has 0.weight where optimizer 0 has 1.weight. {WAY_OUT}"
+
+
 def test_a_state_of_another_shape_is_refused():
     module, optimizer, state = make_states()
     state["state"][0]["exp_avg"] = torch.zeros(3)
