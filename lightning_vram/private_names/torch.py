@@ -288,7 +288,7 @@ may_set_hooks: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_e
 
 def is_in_transform() -> bool:
     """Whether a transform of ``torch.func`` is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return bool(torch._C._are_functorch_transforms_active())  # Dynamo takes the interpreter's stack for full
 
 
 def is_in_forward_ad() -> bool:

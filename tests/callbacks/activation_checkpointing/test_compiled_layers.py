@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_vram import ActivationCheckpointing
+from lightning_vram.techniques.activation_checkpointing import apply_activation_checkpointing
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -59,6 +60,25 @@ def test_compiled_layers_are_recomputed_exactly(compiled, make_trainer):
     plain = fit(make_trainer, compiled)
     saving = fit(make_trainer, compiled, ActivationCheckpointing("blocks.*"))
     assert_equal_weights(saving, plain)
+
+
+@pytest.mark.parametrize("compiled", ["model", "blocks"])
+def test_compiled_layers_save_their_inputs_only(compiled):
+    def saved_bytes(*, is_checkpointed: bool) -> int:
+        torch.compiler.reset()
+        blocks = Lit().blocks
+        if is_checkpointed:
+            apply_activation_checkpointing(blocks, layers="*")
+        run = torch.compile(blocks, backend="aot_eager") if compiled == "model" else blocks
+        if compiled == "blocks":
+            for block in blocks:
+                block.compile(backend="aot_eager")
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: sizes.append(one.nbytes) or one, lambda one: one):
+            run(torch.randn(512, 16)).sum()
+        return sum(sizes)
+
+    assert saved_bytes(is_checkpointed=True) < 0.5 * saved_bytes(is_checkpointed=False)
 
 
 @pytest.mark.parametrize(
