@@ -24,7 +24,7 @@ from lightning_vram.core.gradients import apply_clip_factor
 from lightning_vram.core.tensors.properties import stored_like
 from lightning_vram.private_names import fsdp2
 from lightning_vram.private_names.dispatcher import without_dispatch
-from lightning_vram.private_names.torch import group_reader, is_wrapped_by_scheduler, local_shard_of
+from lightning_vram.private_names.torch import group_reader, is_initialized, is_wrapped_by_scheduler, local_shard_of
 from lightning_vram.techniques.sharding import low_precision_of, scale_low_precision
 
 # Their step treats each parameter by itself and reads only groups and state: we have read their code.
@@ -137,9 +137,11 @@ def why_not_steppable(
 def refuse_optimizer(optimizer: Optimizer, *, is_split: bool) -> None:
     """Refuse an optimizer whose result on shards would differ; ``is_split``: shards are on several ranks."""
     name = type(optimizer).__name__
-    for kind, reason in _NEVER.items():
-        if isinstance(optimizer, kind):
-            raise ValueError(f"{name} cannot step on shards: {reason}. Use another optimizer, such as AdamW.")
+    reason = next((reason for kind, reason in _NEVER.items() if isinstance(optimizer, kind)), None)
+    if not is_initialized(optimizer):
+        reason = "it never called Optimizer.__init__ and cannot have hooks"
+    if reason is not None:
+        raise ValueError(f"{name} cannot step on shards: {reason}. Use another optimizer, such as AdamW.")
     if is_split and steps_like(type(optimizer), WHOLE):
         raise ValueError(
             f"{name} cannot step on shards: it looks at the rows and columns of whole matrices. Use an optimizer that "

@@ -374,6 +374,11 @@ FOREACH_TYPES: tuple[list[Any], ...] = (_foreach_supported_types, _foreach_utils
 """The lists of tensor classes that foreach kernels support."""
 
 
+def is_initialized(optimizer: Optimizer) -> bool:
+    """Whether its class called ``Optimizer.__init__``, and it can have hooks."""
+    return hasattr(optimizer, "_optimizer_state_dict_pre_hooks")
+
+
 step_pre_hooks: Callable[[Optimizer], Any] = attrgetter("_optimizer_step_pre_hooks")
 """Return the hooks that run before the step of an optimizer."""
 

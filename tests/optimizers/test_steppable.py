@@ -66,3 +66,12 @@ def test_a_refusal_names_the_class_the_reason_and_a_way_out(kind, reason):
         refuse_optimizer(make(Own), is_split=True)
     assert reason in str(error.value)
     assert "such as AdamW" in str(error.value)
+
+
+def test_a_class_that_never_called_the_init_of_its_base_is_refused():
+    message = (
+        "Bare cannot step on shards: it never called Optimizer.__init__ and cannot have hooks. Use another optimizer, "
+        "such as AdamW."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        refuse_optimizer(make(Bare), is_split=False)
