@@ -9,13 +9,12 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, cast
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -24,6 +23,7 @@ from lightning_vram.core.tensors.properties import dense_stride, is_dense, state
 from lightning_vram.optimizers import step_round as rounds
 from lightning_vram.private_names.dispatcher import FakeTensor
 from lightning_vram.private_names.fsdp2 import local_shard, place_of_own_shard, stored_shard
+from lightning_vram.private_names.torch import step_pre_hooks
 
 HostState = Literal["fp32", "bf16", "8bit", "4bit"]
 Seed = tuple[int, int]  # of stochastic rounding: the number of a step, and of a parameter
@@ -32,8 +32,7 @@ DIVISORS = ("exp_avg_sq", "max_exp_avg_sq", "exp_inf")  # the step divides by th
 MOMENTS = ("exp_avg", *DIVISORS, "momentum_buffer")
 KINDS: tuple[type[Optimizer], ...] = (Adam, AdamW, Adamax, NAdam, RAdam)  # their step count seeds random rounding
 _first_places = WeakTensorKeyDictionary()
-_to_upcast: "WeakSet[Optimizer]" = WeakSet()
-_upcast_hooks: list[RemovableHandle] = []
+_upcasts: "WeakKeyDictionary[Optimizer, RemovableHandle]" = WeakKeyDictionary()  # hooks for the next step
 
 
 @dataclass(eq=False)
@@ -258,7 +257,8 @@ class LowPrecisionStates:
         self._optimizer = optimizer
         self.has = takes  # whether the moments of a parameter have the form
         self._held = HeldStates(lambda parameter, state: MOMENTS if takes(parameter) else ())
-        _to_upcast.discard(optimizer)  # of an earlier run
+        if optimizer in _upcasts:  # of an earlier run
+            _upcasts.pop(optimizer).remove()
 
     def begin(self) -> list[RemovableHandle]:
         """Convert moments now and after loading, until the returned handles are removed."""
@@ -292,19 +292,18 @@ class LowPrecisionStates:
 
 def upcast_when_stepped(optimizer: Optimizer) -> None:
     """Upcast moments at the next step of the optimizer itself: there may be no memory for them before."""
-    _to_upcast.add(optimizer)
-    if not _upcast_hooks:  # one for all, which stays: a hook that removes itself in a step disturbs the ones after it
-        _upcast_hooks.append(register_optimizer_step_pre_hook(_upcast_states))
+    is_due = [True]
 
+    def upcast_states(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter, state in optimizer.state.items() if is_due else ():
+            is_rounded = any(is_low_precision(local_shard(state.get(key))) for key in MOMENTS)
+            if parameter.dtype == torch.float32 and is_rounded:
+                state.update(state_stored_like(upcast_state(state), stored_shard(parameter)))
+        is_due.clear()
+        if next(reversed(step_pre_hooks(optimizer))) == handle.id:  # else removing it would disturb those after it
+            handle.remove()
 
-def _upcast_states(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer not in _to_upcast:
-        return
-    _to_upcast.discard(optimizer)
-    for parameter, state in optimizer.state.items():
-        is_rounded = any(is_low_precision(local_shard(state.get(key))) for key in MOMENTS)
-        if parameter.dtype == torch.float32 and is_rounded:
-            state.update(state_stored_like(upcast_state(state), stored_shard(parameter)))
+    handle = _upcasts[optimizer] = optimizer.register_step_pre_hook(upcast_states)
 
 
 _ELEMENTWISE = tuple(kind for kind in rounds.STEPPABLE if kind not in rounds.WHOLE)
