@@ -53,7 +53,7 @@ def first_batch(module: pl.LightningModule, datamodule: pl.LightningDataModule |
             environment = next(kind for kind in kinds if kind.detect())()
             if environment.local_rank() == 0 and (source.prepare_data_per_node or environment.node_rank() == 0):
                 source.prepare_data()
-                vars(source)["prepare_data"] = partial(vars(source).pop, "prepare_data", None)  # stands in for one call
+                vars(source)["prepare_data"] = partial(_forget_prepared, source)
         if datamodule is not None:
             datamodule.setup("fit")
         return next(iter(CombinedLoader(source.train_dataloader())))[0]
@@ -61,6 +61,11 @@ def first_batch(module: pl.LightningModule, datamodule: pl.LightningDataModule |
         raise ValueError(f"{name}.train_dataloader() has no batch. {_HOW}.") from None
     except Exception as error:  # theirs can raise anything
         raise ValueError(f"{name} makes no batch: {error}. {_HOW}.") from error
+
+
+def _forget_prepared(source: Any) -> None:
+    """Stand in for one call of ``prepare_data``."""
+    vars(source).pop("prepare_data", None)
 
 
 def batch_size_of(batch: Any) -> int | None:

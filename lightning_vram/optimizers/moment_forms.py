@@ -314,7 +314,6 @@ class StateLayout:
     """The optimizer state of one parameter."""
 
     elementwise: tuple[tuple[str, torch.dtype], ...]  # names and dtypes of tensors with one number per weight
-    others: tuple[str, ...]  # names of values per parameter, such as the step count
     form: StateForm | None = None  # of stored float32 moments; ``None``: unchanged
 
     def stored_bytes(self, count: int) -> list[int]:
@@ -360,7 +359,7 @@ def find_layout(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dty
     state: rounds.State = twin.state[proxy]
     tensors = ((key, value) for key, value in state.items() if isinstance(value, Tensor))
     elementwise = {key: value.dtype for key, value in tensors if value.shape == proxy.shape}
-    return StateLayout(tuple(elementwise.items()), tuple(key for key in state if key not in elementwise))
+    return StateLayout(tuple(elementwise.items()))
 
 
 class UpdateCheck:
