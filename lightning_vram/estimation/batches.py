@@ -145,7 +145,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 _READ_BY_PLACE = (list, tuple, Tensor)
 _MOST_PARTS = 10_000
-_MOST_TRANSFORMS = 64
+_MOST_MEMBERS = 64
 
 
 def read_first_batches(trainer: pl.Trainer, module: pl.LightningModule, most: int) -> tuple[list[Any], int | None]:
@@ -233,16 +233,14 @@ def _generators_of(dataset: Any) -> list[Any]:
     """Generators that a dataset draws from by itself, or what it is made of: other datasets, transforms."""
     found: list[Any] = []
     seen: dict[int, Any] = {}
-    waiting = [dataset]
-    while waiting and len(seen) < _MOST_PARTS:
-        part = waiting.pop()
-        if id(part) in seen or isinstance(part, type | ModuleType | Tensor):
+    parts = [dataset]
+    for part in parts:  # it grows: the nearest are first
+        is_leaf = isinstance(part, type | ModuleType | Tensor | str | int | float)
+        if is_leaf or id(part) in seen or len(seen) == _MOST_PARTS:
             continue
         seen[id(part)] = part
         if source_of(part) is not None:
             found.append(part)
-        elif isinstance(part, list | tuple):
-            waiting += part[:_MOST_TRANSFORMS]
         else:
-            waiting += getattr(part, "__dict__", {}).values()
+            parts += part[:_MOST_MEMBERS] if isinstance(part, list | tuple) else getattr(part, "__dict__", {}).values()
     return found

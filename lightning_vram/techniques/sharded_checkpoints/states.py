@@ -188,6 +188,8 @@ def match_parameters(module: nn.Module, optimizer: Optimizer, state_dict: Mappin
             f"configure_optimizers has {own_sizes}{others}. {_WAY_OUT}"
         )
     groups = [{**group, "params": keys} for group, keys in zip(state_dict["param_groups"], own, strict=True)]
+    for group in groups if has_names else ():
+        group.pop("param_names", None)  # in the order of saving; load_state_dict takes the optimizer's
     return renamed({**state_dict, "param_groups": groups})
 
 
@@ -196,7 +198,7 @@ def check_shapes(module: nn.Module, optimizer: Optimizer, state_dict: Mapping[st
     names = first_names(module)
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for mine, other in zip(group.get("param_names") or (), saved.get("param_names") or (), strict=False):
-            if mine != other:
+            if clean_name(mine) != clean_name(other):
                 raise ValueError(f"The checkpoint has {other} where optimizer {index} has {mine}. {_WAY_OUT}")
     own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for key, parameter in zip(chain.from_iterable(_keys(state_dict)), own, strict=True):

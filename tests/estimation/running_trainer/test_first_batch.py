@@ -69,6 +69,7 @@ def test_numbers_that_samples_draw_are_yet_to_come():
     class Noisy(Dataset):
         def __init__(self):
             self.transforms = [SimpleNamespace(noise=SimpleNamespace(generator=torch.Generator().manual_seed(1)))]
+            self.many = torch.zeros(64, 64, 64).tolist()  # 262,144 objects
 
         def __len__(self):
             return 4

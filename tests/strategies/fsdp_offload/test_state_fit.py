@@ -15,6 +15,9 @@ from lightning_vram.techniques.sharded_checkpoints import CheckpointStore
 from lightning_vram.techniques.sharded_checkpoints.states import (
     check_shapes,
     gather_optimizer_state,
+    load_optimizer_state,
+    match_parameters,
+    renamed,
     sharded_module_state,
     sharded_optimizer_state,
 )
@@ -70,6 +73,19 @@ def test_parameters_of_another_name_are_refused():
     check(module, AdamW(names.items()), state)
     turned = AdamW(reversed(names.items()))
     assert refusal(module, turned, state) == f"The checkpoint has 0.weight where optimizer 0 has 1.weight. {WAY_OUT}"
+
+
+def test_names_of_compiled_layers_and_of_states_in_another_order_fit():
+    module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    names = dict(module.named_parameters())
+    compiled = {name.replace(".", "._orig_mod."): parameter for name, parameter in names.items()}
+    check(module, AdamW(names.items()), AdamW(compiled.items()).state_dict())
+    turned = AdamW(reversed(names.items()))
+    named = renamed(AdamW(names.items()).state_dict(), [list(names)])
+    matched = match_parameters(module, turned, named)
+    check(module, turned, matched)
+    load_optimizer_state(turned, matched)
+    assert turned.param_groups[0]["param_names"] == ["1.weight", "0.weight"]
 
 
 def test_a_state_of_another_shape_is_refused():
