@@ -78,6 +78,7 @@ def test_the_tested_set_is_pinned():
 @pytest.mark.slow
 def test_presets_are_in_the_wheel(tmp_path):
     """Built from a copy: a build leaves files beside its sources."""
+    pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml asks for it; torch 2.11 brings none")
     source = tmp_path / "source"
     for name in ("lightning_vram", "configs"):
         ignored = shutil.ignore_patterns("__pycache__")

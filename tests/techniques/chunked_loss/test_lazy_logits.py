@@ -223,6 +223,7 @@ def test_a_head_of_another_class_of_tensors_is_plain(lazy):
     assert lazy.told == [("head", "a tensor subclass (tensor parallelism, torchao, nested tensors)")]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo of torch 2.11 reads it
 def test_a_compiled_loss_runs_as_it_is(lazy):
     graphs = []
     loss = torch.compile(
