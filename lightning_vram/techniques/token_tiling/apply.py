@@ -385,7 +385,7 @@ class _RandomNumberWatch(OperatorSubscriber):
         if func is TO_COPY and not kwargs.get("dtype", torch.float32).is_floating_point:
             args = (args[0].nan_to_num(0, 0, 0) if args[0].is_floating_point() else args[0], *args[1:])
         name = func.overloadpacket.__name__
-        if name in _MAY_REACH_FAR:  # further than the tokens that are looked at
+        if name in _MAY_REACH_FAR or name.startswith("_scaled_dot_product"):  # beyond the sampled tokens
             raise NotAlone(f"may mix distant tokens in {name}")
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return self.run(func, types, args, kwargs)
