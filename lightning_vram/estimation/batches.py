@@ -232,13 +232,13 @@ def _copy(iterable: Any) -> Any:
 def _generators_of(dataset: Any) -> list[Any]:
     """Generators that a dataset draws from by itself, or what it is made of: other datasets, transforms."""
     found: list[Any] = []
-    seen: dict[int, Any] = {}
+    seen: set[int] = set()
     parts = [dataset]
     for part in parts:  # it grows: the nearest are first
         is_leaf = isinstance(part, type | ModuleType | Tensor | str | int | float)
         if is_leaf or id(part) in seen or len(seen) == _MOST_PARTS:
             continue
-        seen[id(part)] = part
+        seen.add(id(part))  # ``parts`` keeps it alive: no other has its id
         if source_of(part) is not None:
             found.append(part)
         else:
