@@ -12,11 +12,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from support.helpers import CASES, LitTiny, TinyCNN, TinyGPT
+from support.helpers import CASES, LitTiny, TinyCNN, TinyGPT, assert_equal_weights
 from support.simdevice import build
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -61,6 +62,7 @@ allocator, as they are before all tests.
 A fixture of a module may set them before its first test begins.
 """
 
+OF_THE_TESTED_RUN = "strategy", "plugins"  # arguments of a Trainer that a baseline goes without
 _frozen_before: dict[str, Path] = {}  # by the file whose test was set up last
 MARKS_OF_DEVICES = {"sim": ("device", "sim"), "cuda": ("device", "gpu")}
 
@@ -259,11 +261,11 @@ def mesh(one_rank: None) -> DeviceMesh:
 def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Check that of all fits of a test nothing is alive when it has ended: Trainer, strategy, module, parameters."""
     fitted: list[weakref.ref[object]] = []
-    fit = pl.Trainer.fit
+    fit_before = pl.Trainer.fit
 
     def noting(trainer: pl.Trainer, model: torch.nn.Module, *args: object, **kwargs: object) -> None:
         fitted.extend(weakref.ref(one) for one in (trainer, trainer.strategy, model, *model.parameters()))
-        fit(trainer, model, *args, **kwargs)
+        fit_before(trainer, model, *args, **kwargs)
 
     monkeypatch.setattr(pl.Trainer, "fit", noting)
     yield
@@ -316,3 +318,49 @@ def make_trainer(tmp_path: Path) -> Callable[..., pl.Trainer]:
         "default_root_dir": tmp_path,
     }
     return lambda **overrides: pl.Trainer(**(defaults | overrides))
+
+
+@pytest.fixture
+def fit(make_trainer: Callable[..., pl.Trainer]) -> Callable[..., Any]:
+    """``fit(make, *callbacks, **options)``: train what ``make()`` builds for one epoch without validation.
+
+    The same weights, data and random numbers at every call. ``options`` are the Trainer's, or ``ckpt_path``. Returns
+    the model; its trainer is ``model.trainer``.
+    """
+
+    def run(make: Callable[[], Any], *callbacks: pl.Callback, ckpt_path: Any = None, **options: Any) -> Any:
+        pl.seed_everything(0, verbose=False)
+        model = make()
+        trainer = make_trainer(callbacks=list(callbacks), **{"max_epochs": 1, "limit_val_batches": 0, **options})
+        trainer.fit(model, ckpt_path=ckpt_path)
+        return model
+
+    return run
+
+
+@pytest.fixture
+def same_as_baseline(fit: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """``same_as_baseline(make, *callbacks, tolerance=None, baseline=None, **options)``: compare two fits.
+
+    The baseline has no callbacks, strategy or plugins, but for those in ``baseline``, which replaces arguments of its
+    Trainer. Weights and buffers are the same to the bit, or within ``tolerance`` (absolute). Returns both models, the
+    tested one first.
+    """
+
+    def compare(
+        make: Callable[[], Any],
+        *callbacks: pl.Callback,
+        tolerance: float | None = None,
+        baseline: Any = None,
+        **options: Any,
+    ) -> tuple[Any, Any]:
+        plain = {name: value for name, value in options.items() if name not in OF_THE_TESTED_RUN} | (baseline or {})
+        others = plain.pop("callbacks", [])
+        expected, actual = fit(make, *others, **plain), fit(make, *callbacks, **options)
+        if tolerance is None:
+            assert_equal_weights(actual, expected)
+        else:
+            torch.testing.assert_close(actual.state_dict(), expected.state_dict(), rtol=0, atol=tolerance)
+        return actual, expected
+
+    return compare
