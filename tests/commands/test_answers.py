@@ -16,7 +16,6 @@ from lightning_vram.cli import main
 from lightning_vram.commands.files import FILE_COMMANDS
 from lightning_vram.commands.options import COMMANDS, options_of
 from lightning_vram.memory.device.measurement import Measurement, write_measurement
-from lightning_vram.memory.estimate.device_spec import known_devices
 
 HEAVY = re.compile(r"\| +(torch|lightning|jsonargparse|omegaconf|scipy)$", re.MULTILINE)
 
@@ -49,16 +48,11 @@ def record(path: str = "vram.jsonl") -> list[Measurement]:
         (["--help"], 0, "consolidate  convert a sharded checkpoint to one file"),
         (["--version"], 0, f"lightning-vram {lightning_vram.__version__}"),
         (["estimate", "-h"], 0, "--batch.shape SHAPE"),
-        (["plan", "--config=my.yaml", "--help"], 0, "-o OUTPUT, --output OUTPUT"),
-        (["estimate", "--device", "list"], 0, "RTX 4090"),
+        (["plan", "--device=list"], 0, "RTX 4090"),
         (["report", "vram.jsonl"], 0, "5.00 MiB"),
-        (["report", "nope.jsonl"], 2, "nope.jsonl: No such file or directory"),
-        (["consolidate", "--help"], 0, "sharded checkpoint of fsdp_offload"),
         (["consolidate", "nope", "a.ckpt"], 2, "nope is not a sharded checkpoint"),
-        (["calibrate", "-o", "no/gpu.json"], 2, "--output: there is no folder 'no'."),
         (["presets", "quickstart"], 0, "configs/quickstart.yaml"),
         (["estimte"], 2, "Did you mean estimate?"),
-        ([], 2, "expected a command"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else "",
 )
@@ -92,18 +86,6 @@ def test_help_of_a_question_opens_with_its_own_options(command, capsys):
     assert "--trainer." not in out
 
 
-def test_the_version_is_printed(capsys):
-    main(["--version"])
-    assert capsys.readouterr().out == f"lightning-vram {lightning_vram.__version__}\n"
-
-
-def test_all_devices_are_listed(capsys):
-    for arguments in (["estimate", "--device", "list"], ["plan", "--device=list"]):
-        main(arguments)
-        lines = capsys.readouterr().out.splitlines()
-        assert [line.split("  ")[0] for line in lines[: len(known_devices())]] == [one.name for one in known_devices()]
-
-
 def test_a_recording_as_json(capsys):
     measurements = record()
     main(["report", "vram.jsonl", "--json"])
@@ -116,7 +98,6 @@ def test_a_recording_as_json(capsys):
     ("text", "message"),
     [
         ("{", "line 1 is not a VRAMMonitor measurement: Expecting property name"),
-        ("<html>", "line 1 is not a VRAMMonitor measurement: Expecting value"),
         ("[]", "line 1 is not a VRAMMonitor measurement: "),
         ("", "contains no measurements."),
     ],

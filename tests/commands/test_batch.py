@@ -8,13 +8,9 @@ import torch
 from lightning_vram.commands.run import make_batch
 
 
-def test_one_tensor():
-    batch = make_batch([8, 3, 224, 224])
-    assert batch.shape == (8, 3, 224, 224)
-    assert batch.dtype is torch.float32
-
-
 def test_several_tensors_of_their_own_dtypes():
+    assert make_batch([8, 3]).dtype is torch.float32
+    assert make_batch([8], "uint8", 256).dtype is torch.uint8
     images, labels = make_batch([[8, 3, 4, 4], [8]], ["bfloat16", "int64"], high=1000)
     assert (images.dtype, labels.dtype) == (torch.bfloat16, torch.int64)
     assert images.shape == (8, 3, 4, 4)
@@ -64,7 +60,3 @@ def test_whole_numbers_are_drawn_below_the_given_one():
 def test_bad_input(arguments, message):
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
         make_batch(*arguments)
-
-
-def test_a_byte_has_256_values():
-    assert make_batch([8], "uint8", 256).dtype is torch.uint8

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import pytest
 import torch
 import yaml
 from support.estimates import estimate_of
-from support.helpers import LitTiny, TinyCNN
 from support.parts import CONFIGS
 
 import lightning_vram
@@ -25,6 +25,7 @@ from lightning_vram.report.estimate import ShownEstimate, shown
 ROOT = Path(__file__).parents[2]
 QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.yaml'}"
 DEVICE = ["--device", "rtx4090"]
+SHAPE = [*DEVICE, "--batch.shape"]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -39,7 +40,14 @@ def in_tmp_path(monkeypatch, tmp_path) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch) -> dict[str, Any]:
+def answer(monkeypatch) -> Callable[..., None]:
+    """Let a function of the test be the estimate."""
+    place = "lightning_vram.commands.run.estimate_memory"
+    return lambda function: monkeypatch.setattr(place, shown(function, ShownEstimate))
+
+
+@pytest.fixture
+def asked(answer) -> dict[str, Any]:
     """What the estimate is called with."""
     found: dict[str, Any] = {}
 
@@ -48,7 +56,7 @@ def asked(monkeypatch) -> dict[str, Any]:
         arguments["on_progress"]("tracing the step", 1.0)
         return estimate_of()
 
-    monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(estimate_memory, ShownEstimate))
+    answer(estimate_memory)
     return found
 
 
@@ -60,10 +68,6 @@ def fail(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return line.removeprefix("lightning-vram: error: ").removesuffix(" (LIGHTNING_VRAM_DEBUG=1 shows where)")
 
 
-def path_of(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
 def test_the_answer_is_printed_and_drawn(asked, capsys):
     main(["estimate", QUICKSTART, *DEVICE, "--plot", "step.html"])
     out, err = capsys.readouterr()
@@ -73,7 +77,7 @@ def test_the_answer_is_printed_and_drawn(asked, capsys):
     assert "tracing" not in err  # not a terminal
 
 
-@pytest.mark.slow_except("quickstart", "slurm_fsdp_offload", "cnn_lean")
+@pytest.mark.slow_except("quickstart", "slurm_fsdp_offload")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_it_takes_the_files_of_fit_and_makes_no_trainer(path, asked, monkeypatch):
     @functools.wraps(pl.Trainer.__init__)  # the parser reads its signature
@@ -107,7 +111,6 @@ def test_arguments_of_the_trainer_are_made_but_no_trainer(asked):
         ([], 1, 1),
         (["--trainer.devices=4", "--trainer.num_nodes=2"], 4, 2),
         (["--trainer.devices=[0,2]"], 2, 1),
-        (["--trainer.devices=-1"], 1, 1),
         (["--trainer.devices=4", "--devices=8", "--num_nodes=3"], 8, 3),
     ],
 )
@@ -126,11 +129,8 @@ def test_json_has_the_numbers_of_the_table(asked, capsys):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
-def test_a_run_that_does_not_fit_has_an_exit_code_of_its_own(arguments, monkeypatch, capsys):
-    small = replace(estimate_of(), device=DeviceSpec("small", 2**20))
-    monkeypatch.setattr(
-        "lightning_vram.commands.run.estimate_memory", shown(lambda *args, **kwargs: small, ShownEstimate)
-    )
+def test_a_run_that_does_not_fit_has_an_exit_code_of_its_own(arguments, answer, capsys):
+    answer(lambda *args, **kwargs: replace(estimate_of(), device=DeviceSpec("small", 2**20)))
     with pytest.raises(SystemExit) as caught:
         main(["estimate", QUICKSTART, *DEVICE, *arguments])
     assert caught.value.code == 3
@@ -138,35 +138,25 @@ def test_a_run_that_does_not_fit_has_an_exit_code_of_its_own(arguments, monkeypa
     assert json.loads(out)["fits"] is False if arguments else out.startswith("Does not fit: ")
 
 
-def test_a_batch_of_the_wrong_kind_is_one_line(monkeypatch, capsys):
-    def estimate_memory(module, batch, **arguments):
-        torch.nn.Embedding(4, 4)(batch)
-
-    monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(estimate_memory, ShownEstimate))
+def test_a_batch_of_the_wrong_kind_is_one_line(answer, capsys):
+    answer(lambda module, batch, **arguments: torch.nn.Embedding(4, 4)(batch))
     line = fail([QUICKSTART, *DEVICE, "--batch.shape=[8, 3, 224, 224]"], capsys)
     assert line.startswith("the step fails on the batch of --batch.shape: ")
     assert "token ids need --batch.dtype int64 and --batch.high with the size of the vocabulary." in line
 
 
-def test_what_the_users_code_prints_is_no_part_of_the_json(monkeypatch, capsys):
-    def estimate_memory(*args, **kwargs):
-        sys.stdout.write("hello")
-        return estimate_of()
-
-    monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(estimate_memory, ShownEstimate))
+def test_what_the_users_code_prints_is_no_part_of_the_json(answer, capsys):
+    answer(lambda *args, **kwargs: sys.stdout.write("hello") and estimate_of())
     main(["estimate", QUICKSTART, *DEVICE, "--json"])
     out, err = capsys.readouterr()
     assert json.loads(out)["fits"]
     assert "hello" in err
 
 
-def test_a_strategy_is_refused_as_by_fit(capsys):
+def test_a_strategy_a_number_and_a_device_are_refused_in_one_line(capsys):
     line = fail([QUICKSTART, *DEVICE, "--trainer.strategy=fsdp_ofload"], capsys)
     assert line.startswith("You selected an invalid strategy name: `strategy='fsdp_ofload'`.")
     assert fail([QUICKSTART, *DEVICE, "--devices=0"], capsys) == "--devices must be at least 1, got 0."
-
-
-def test_a_mistake_is_one_line(capsys):
     assert "Did you mean RTX 5090, RTX 4090, " in fail([QUICKSTART, "--device=rtx9999"], capsys)
 
 
@@ -186,26 +176,20 @@ def test_a_shape_stands_for_the_data(asked):
     assert [tensor.dtype for tensor in asked["batch"]] == [torch.float32, torch.int64]
 
 
-class WithData(LitTiny):
-    def __init__(self) -> None:
-        super().__init__(TinyCNN())
-
-
 class WithoutData(pl.LightningModule):
     pass
 
 
 def test_the_optimizer_of_a_configuration_is_that_of_the_module_and_of_its_copies(asked):
-    optimizer = ["--optimizer=SGD", "--optimizer.lr=0.5"]
-    scheduler = ["--lr_scheduler=StepLR", "--lr_scheduler.step_size=3"]
-    main(["estimate", f"--model={path_of(WithData)}", *DEVICE, *optimizer, *scheduler])
+    options = ["--optimizer=SGD", "--optimizer.lr=0.5", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=3"]
+    main(["estimate", "--model=lightning_vram.demos.DigitsResNet", *SHAPE, "[2]", *options])
     for module in (asked["module"], copy.deepcopy(asked["module"])):
         (made,), (schedule,) = module.configure_optimizers()
         assert isinstance(made, torch.optim.SGD)
         assert made.defaults["lr"] == 0.5
         assert [id(p) for p in made.param_groups[0]["params"]] == [id(p) for p in module.parameters()]
         assert schedule.step_size == 3
-    main(["estimate", f"--model={path_of(WithData)}", *DEVICE, *optimizer])
+    main(["estimate", "--model=lightning_vram.demos.DigitsResNet", *SHAPE, "[2]", *options[:2]])
     assert isinstance(asked["module"].configure_optimizers(), torch.optim.SGD)
 
 
@@ -222,37 +206,23 @@ def test_a_large_model_is_made_without_its_memory(asked):
     assert resident_bytes() - before < 2**28
 
 
-SHAPE = [QUICKSTART, *DEVICE, "--batch.shape"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([QUICKSTART], "--device is missing: name the GPU to estimate for, such as --device rtx4090."),
         (
-            [f"--model={path_of(WithoutData)}", *DEVICE],
+            [f"--model={__name__}.WithoutData", *DEVICE],
             "there is no batch: name a datamodule (--data), or give shapes, such as --batch.shape "
             "'[8, 3, 224, 224]', with --batch.dtype and, for integers, --batch.high.",
         ),
-        ([*SHAPE, "[8, 0]"], "batch.shape must be at least 1, got 0."),
-        ([*SHAPE, "[8]", "--batch.high=0"], "batch.high must be at least 1, got 0."),
-        (
-            [QUICKSTART, *DEVICE, "--plot=step.gif"],
-            "--plot must end in one of .png, .svg, .pdf, .html, got 'step.gif'.",
-        ),
+        ([QUICKSTART, *SHAPE, "[8]", "--batch.high=0"], "batch.high must be at least 1, got 0."),
         (
             [QUICKSTART, *DEVICE, "--device_memory=much"],
             "--device_memory must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got 'much'.",
         ),
-        ([QUICKSTART, *DEVICE, "--plot=no/step.png"], "--plot: there is no folder 'no'."),
         ([QUICKSTART, *DEVICE, "--devices=two"], "devices: Expected int, got two"),
         ([QUICKSTART, *DEVICE, "--plot=folder.html"], "--plot: 'folder.html' is a folder."),
-        ([*DEVICE], "model is missing: name it with --model, or in a file with --config FILE."),
-        ([QUICKSTART, *DEVICE, "--nope=1"], "unrecognized arguments: --nope=1"),
-        (
-            [QUICKSTART, "--devise=rtx4090"],
-            "unrecognized arguments: --devise=rtx4090. Did you mean --device?",
-        ),
+        ([QUICKSTART, "--devise=rtx4090"], "unrecognized arguments: --devise=rtx4090. Did you mean --device?"),
         ([QUICKSTART, "--device=no.json"], "the file 'no.json' cannot be read: No such file or directory."),
     ],
 )
@@ -270,18 +240,6 @@ def test_a_picture_without_matplotlib_is_one_line_before_the_work(asked, monkeyp
     assert asked == {}
 
 
-def test_what_the_estimate_refuses_is_one_line(monkeypatch, capsys):
-    def estimate_memory(*args, **kwargs):
-        parse_bytes("a lot", "device")
-
-    monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(estimate_memory, ShownEstimate))
+def test_what_the_estimate_refuses_is_one_line(answer, capsys):
+    answer(lambda *args, **kwargs: parse_bytes("a lot", "device"))
     assert fail([QUICKSTART, *DEVICE], capsys).startswith("device must be a number and one of B, ")
-
-
-def test_a_bug_of_the_user_keeps_its_traceback(monkeypatch):
-    def estimate_memory(*args, **kwargs):
-        raise ValueError("from the user's own step")
-
-    monkeypatch.setattr("lightning_vram.commands.run.estimate_memory", shown(estimate_memory, ShownEstimate))
-    with pytest.raises(ValueError, match="from the user's own step"):
-        main(["estimate", QUICKSTART, *DEVICE])

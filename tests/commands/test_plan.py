@@ -73,22 +73,16 @@ def fail(arguments: list[str], capsys: pytest.CaptureFixture[str], exit_code: in
 
 
 def test_it_asks_for_what_the_configuration_says(asked):
-    arguments = [
-        "--budget=2GiB",
-        "--host_memory=64GiB",
-        "--allow=any",
-        "--trainer.devices=4",
-        "--num_nodes=2",
-        "--trainer.precision=bf16-mixed",
-    ]
+    arguments = ["--budget=2GiB", "--host_memory=64GiB", "--allow=any", "--trainer.devices=4", "--num_nodes=2"]
+    arguments.append("--trainer.precision=bf16-mixed")
     main(["plan", QUICKSTART, *DEVICE, *arguments])
     assert isinstance(asked["module"], lightning_vram.demos.ByteGPT)
     assert isinstance(asked["datamodule"], lightning_vram.demos.SourceText)
     assert (asked["device"], asked["budget"], asked["allow"]) == ("h100", "2GiB", "any")
     assert asked["host_memory"] == "64GiB"
     assert (asked["devices"], asked["num_nodes"], asked["trainer"]["precision"]) == (4, 2, "bf16-mixed")
-    main(["plan", QUICKSTART, *DEVICE, "--batch.shape=[4, 33]", "--batch.dtype=int64"])
-    assert (asked["budget"], asked["allow"], asked["datamodule"]) == (None, "exact", None)
+    main(["plan", QUICKSTART, *DEVICE, "--batch.shape=[4, 33]", "--batch.dtype=int64", "--budget=0.5"])
+    assert (asked["budget"], asked["allow"], asked["datamodule"]) == (0.5, "exact", None)
     assert asked["batch"].shape == (4, 33)
 
 
@@ -103,6 +97,8 @@ def test_the_table_the_file_to_paste_and_how_to_run_it_are_printed(asked, capsys
     assert "\n        budget: 950MiB\n" in out
     assert out.endswith(f"\nSave this as plan.yaml, or add -o plan.yaml, and run: {command}\n")
     assert "tracing" not in err  # not a terminal
+    assert "picture" not in out
+    assert [path.name for path in Path().iterdir()] == ["my.yaml"]
 
 
 def test_a_file_and_a_picture_are_written(asked, capsys):
@@ -120,14 +116,6 @@ def test_a_file_and_a_picture_are_written(asked, capsys):
         "lightning_vram.InPlaceFusion",
         "lightning_vram.ActivationCheckpointing",
     ]
-
-
-def test_no_picture_is_drawn_unasked(asked, capsys):
-    main(["plan", write("my.yaml"), *DEVICE, "-o", "plan.yaml"])
-    assert "picture" not in capsys.readouterr().out
-    assert sorted(path.name for path in Path().iterdir()) == ["my.yaml", "plan.yaml"]
-    main(["plan", "--config=my.yaml", *DEVICE, "-o", "plan.yaml", "--plot=plan.html"])
-    assert Path("plan.html").read_text().startswith("<!DOCTYPE html>")
 
 
 def test_a_run_that_fits_needs_nothing(monkeypatch, capsys):
@@ -173,17 +161,8 @@ def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
     [
         ([], "--device is missing: name the GPU to plan for, such as --device rtx4090."),
         (
-            [*DEVICE, "--budget=much"],
-            "--budget must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got 'much'.",
-        ),
-        ([*DEVICE, "--budget=0"], "--budget must be above 0, got '0'."),
-        (
             [*DEVICE, "--host_memory=-1GiB"],
             "--host_memory must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got '-1GiB'.",
-        ),
-        (
-            [*DEVICE, "--budget=-5GiB"],
-            "--budget must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got '-5GiB'.",
         ),
         ([*DEVICE, "--budget", "-5GiB"], "argument --budget: expected one argument"),
         ([*DEVICE, "--budget=20"], "--budget has no unit, got '20': write '20GiB'."),
@@ -206,8 +185,7 @@ def test_bad_input_is_refused_before_the_module_is_made(asked, monkeypatch, caps
 
     for name in ("ByteGPT", "SourceText"):
         monkeypatch.setattr(getattr(lightning_vram.demos, name), "__init__", fails)
-    for arguments in (["--budget=0"], ["--allow=all"], ["--budget=90GiB"]):
-        assert fail([QUICKSTART, *DEVICE, *arguments], capsys).startswith(arguments[0].partition("=")[0])
+    assert fail([QUICKSTART, *DEVICE, "--budget=0"], capsys) == "--budget must be above 0, got '0'."
     assert fail([QUICKSTART, "--device=voodoo"], capsys).startswith("device 'voodoo' is unknown. ")
 
 
@@ -225,61 +203,42 @@ def test_json_has_the_plan_and_its_choices(asked, capsys):
 
 
 def test_a_budget_of_a_file_needs_a_unit_too(asked, capsys):
-    for number in (1, 20):
-        Path("budget.yaml").write_text(f"budget: {number}\n")
-        line = fail([QUICKSTART, *DEVICE, "--config=budget.yaml"], capsys)
-        assert line == f"--budget has no unit, got {number}: write '{number}GiB'."
+    Path("budget.yaml").write_text("budget: 20\n")
+    line = fail([QUICKSTART, *DEVICE, "--config=budget.yaml"], capsys)
+    assert line == "--budget has no unit, got 20: write '20GiB'."
     Path("budget.yaml").write_text("budget: 20000000000\n")
     main(["plan", QUICKSTART, *DEVICE, "--config=budget.yaml"])
     assert asked["budget"] == 20000000000
 
 
-def test_a_budget_may_be_a_share(asked):
-    main(["plan", QUICKSTART, *DEVICE, "--budget=0.5"])
-    assert asked["budget"] == 0.5
-
-
-def test_a_picture_without_matplotlib_is_one_line_before_the_work(asked, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert fail([QUICKSTART, *DEVICE, "--plot=plan.png"], capsys) == (
-        "plan.png needs matplotlib: pip install matplotlib. plan.svg and plan.html need nothing."
-    )
-    assert asked == {}
-
-
-OWN = {"class_path": "lightning_vram.EmptyCache"}
-PLUGIN = {"class_path": "lightning_vram.LeanMixedPrecision", "init_args": {"precision": "bf16"}}
-
-
-@pytest.mark.slow_except("one")
-@pytest.mark.parametrize(
-    ("own", "expected"),
-    [
-        ({}, []),
-        ({"callbacks": [OWN]}, ["EmptyCache"]),
-        ({"callbacks": OWN, "plugins": PLUGIN, "strategy": "auto"}, ["EmptyCache"]),
-    ],
-    ids=["none", "list", "one"],
-)
-def test_fit_appends_the_plan_to_the_users_own(own, expected, monkeypatch):
-    parts = (FUSION, checkpointing("1MiB"))
+def fit_with_plan(monkeypatch, *parts: Part, **own: Any) -> pl.Trainer:
+    """Plan ``parts`` for a configuration, fit with both, and return the trainer."""
     answer(monkeypatch, plan_of((tried()[0], measured(*parts, mib=10, ms=200))))
-    seen: list[Any] = []
+    seen: list[pl.Trainer] = []
     fit = pl.Trainer.fit
     monkeypatch.setattr(
         "lightning.pytorch.Trainer.fit", lambda self, *args, **kwargs: [seen.append(self), fit(self, *args, **kwargs)]
     )
     main(["plan", write("my.yaml", **own), *DEVICE, "-o", "plan.yaml"])
-    main(["fit", "--config=my.yaml", "--config=plan.yaml", "--trainer.fast_dev_run=true"])
+    try:
+        main(["fit", "--config=my.yaml", "--config=plan.yaml", "--trainer.fast_dev_run=true"])
+    finally:
+        leave_group()
     (trainer,) = seen
-    names = [type(callback).__name__ for callback in trainer.callbacks]
-    assert [name for name in names if hasattr(lightning_vram, name)] == [
-        *expected,
-        "InPlaceFusion",
-        "ActivationCheckpointing",
-    ]
     assert trainer.global_step == 1
-    assert isinstance(trainer.precision_plugin, lightning_vram.LeanMixedPrecision) == ("plugins" in own)
+    return trainer
+
+
+PLUGIN = {"class_path": "lightning_vram.LeanMixedPrecision", "init_args": {"precision": "bf16"}}
+
+
+def test_fit_appends_the_plan_to_the_users_own(monkeypatch):
+    own = {"callbacks": {"class_path": "lightning_vram.EmptyCache"}, "plugins": PLUGIN, "strategy": "auto"}
+    trainer = fit_with_plan(monkeypatch, FUSION, checkpointing("1MiB"), **own)
+    names = [type(callback).__name__ for callback in trainer.callbacks]
+    expected = ["EmptyCache", "InPlaceFusion", "ActivationCheckpointing"]
+    assert [name for name in names if hasattr(lightning_vram, name)] == expected
+    assert isinstance(trainer.precision_plugin, lightning_vram.LeanMixedPrecision)
 
 
 @pytest.mark.slow
@@ -287,21 +246,9 @@ def test_fit_appends_the_plan_to_the_users_own(own, expected, monkeypatch):
 def test_fit_takes_a_strategy_and_plugins_of_a_plan(monkeypatch):
     strategy = Part("lightning_vram.FSDPOffloadStrategy", {"offload": "optimizer"}, place="strategy")
     plugin = Part("lightning_vram.LeanMixedPrecision", {"precision": "bf16"}, place="plugins", replaces=("precision",))
-    answer(monkeypatch, plan_of((tried()[0], measured(strategy, plugin, mib=10, ms=200))))
-    seen: list[Any] = []
-    fit = pl.Trainer.fit
-    monkeypatch.setattr(
-        "lightning.pytorch.Trainer.fit", lambda self, *args, **kwargs: [seen.append(self), fit(self, *args, **kwargs)]
-    )
-    main(["plan", write("my.yaml", strategy="auto", precision="bf16-mixed"), *DEVICE, "-o", "plan.yaml"])
-    try:
-        main(["fit", "--config=my.yaml", "--config=plan.yaml", "--trainer.fast_dev_run=true"])
-    finally:
-        leave_group()
-    (trainer,) = seen
+    trainer = fit_with_plan(monkeypatch, strategy, plugin, strategy="auto", precision="bf16-mixed")
     assert isinstance(trainer.strategy, lightning_vram.FSDPOffloadStrategy)
     assert isinstance(trainer.precision_plugin, lightning_vram.LeanMixedPrecision)
-    assert trainer.global_step == 1
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from support.consoles import assert_every_number_is_whole_at_80_columns
 
 from lightning_vram.memory.device.measurement import Measurement
 from lightning_vram.report.comparison import FitResult, comparison_table, describe_equality
-from lightning_vram.report.tables import format_seconds, memory_table
+from lightning_vram.report.tables import memory_table
 
 MIB = 2**20
 
@@ -44,14 +44,6 @@ def test_ratios_and_equality():
     assert row(text, "peak allocated") == ["10.00 MiB", "4.00 MiB", "0.40"]
     assert row(text, "time per step") == ["500.0 ms", "750.0 ms", "1.50"]
     assert "Final weights equal: yes, bit-exact." in text
-
-
-def test_an_allocator_adds_its_own_rows():
-    plain = FitResult(reading(8 * MIB, "allocator", peak_reserved_bytes=20 * MIB), None, WEIGHTS)
-    packed = FitResult(reading(2 * MIB, "allocator", peak_reserved_bytes=10 * MIB), None, WEIGHTS)
-    text = show(comparison_table(plain, packed, "it"))
-    assert row(text, "peak allocated") == ["10.00 MiB", "4.00 MiB", "0.40"]
-    assert row(text, "peak reserved") == ["20.00 MiB", "10.00 MiB", "0.50"]
 
 
 def test_a_plain_fit_that_ran_out_of_memory():
@@ -90,10 +82,6 @@ def test_a_narrow_terminal_cuts_no_number():
     fit = FitResult(one, 0.5, WEIGHTS)
     table = comparison_table(fit, FitResult(one, 123.4, WEIGHTS), "ActivationCheckpointing and ActivationOffload")
     assert_every_number_is_whole_at_80_columns(table)
-
-
-def test_seconds():
-    assert [format_seconds(s) for s in (None, 0.0123, 1.5)] == ["-", "12.3 ms", "1.50 s"]
 
 
 def test_names_in_a_file_are_neither_markup_nor_orders_to_the_terminal():

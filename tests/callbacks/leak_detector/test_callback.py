@@ -1,8 +1,6 @@
 """LeakDetector: what it refuses and says, when it counts, what ranks do, and that it cleans up."""
 
-import copy
 import gc
-import pickle
 
 import pytest
 from lightning.pytorch.callbacks import Callback
@@ -17,23 +15,14 @@ from lightning_vram.memory.leaks import LeakSearch, LiveBytes, StepWatch
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"patience": 4}, ValueError, r"^LeakDetector\(patience\) must be at least 5, got 4\.$"),
-        ({"patience": 7.0}, TypeError, r"^LeakDetector\(patience\) must be an int, got 7\.0 of type float\.$"),
-        ({"on_leak": "stop"}, ValueError, r"^LeakDetector\(on_leak\) must be 'warn' or 'raise', got 'stop'\.$"),
-        (
-            {"min_bytes_per_step": 0},
-            ValueError,
-            r"^LeakDetector\(min_bytes_per_step\) must be at least 1, got 0\.$",
-        ),
-        (
-            {"min_bytes_per_step": "some"},
-            ValueError,
-            r"^LeakDetector\(min_bytes_per_step\) must be a number and one of B, .*, got 'some'\.$",
-        ),
+        ({"patience": 4}, ValueError, r"\(patience\) must be at least 5, got 4\.$"),
+        ({"on_leak": "stop"}, ValueError, r"\(on_leak\) must be 'warn' or 'raise', got 'stop'\.$"),
+        ({"min_bytes_per_step": 0}, ValueError, r"\(min_bytes_per_step\) must be at least 1, got 0\.$"),
+        ({"min_bytes_per_step": "some"}, ValueError, r"\(min_bytes_per_step\) must be a number and one .* 'some'"),
     ],
 )
 def test_refuses(arguments, error, message):
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match="^LeakDetector" + message):
         LeakDetector(**arguments)
 
 
@@ -67,34 +56,12 @@ def test_counts_once_per_optimizer_step(make_trainer, monkeypatch, model, argume
 def test_nothing_of_it_stays_after_a_fit_or_an_error(make_trainer):
     model, detector = leaky.Outputs(), LeakDetector(5, "raise", 2048)
     trainer = make_trainer(callbacks=[detector], max_epochs=5)
-    with pytest.raises(MemoryLeakError):
+    with pytest.raises(MemoryLeakError, match=r"\n  held by self\.cache: a dict of"):
         trainer.fit(model)
     assert not {"training_step", "validation_step"} & vars(trainer.strategy).keys()
     kinds = (StepWatch, LeakSearch)
     gc.collect()
     assert [type(thing).__name__ for thing in gc.get_objects() if type(thing) in kinds] == []
-
-
-def test_each_fit_begins_anew(make_trainer):
-    detector = LeakDetector(5, min_bytes_per_step=2048)
-    for _ in range(2):
-        with pytest.warns(UserWarning, match="self.losses"):
-            make_trainer(callbacks=[detector], max_epochs=4).fit(leaky.Losses())
-        assert [stage for stage, _ in detector.leaks] == ["train"]
-
-
-def test_a_copy_made_within_a_fit_is_of_no_run(make_trainer):
-    detector, model, copies = LeakDetector(5), leaky.Plain(), []
-    model.on_train_batch_end = lambda *_: copies.extend([copy.deepcopy(detector), _pickled(detector)])
-    make_trainer(callbacks=[detector], max_steps=1).fit(model)
-    assert [(twin.patience, twin._searches, twin._around) for twin in copies] == [(5, {}, [])] * 2
-
-
-def _pickled(detector):
-    state = {name: value for name, value in detector.__getstate__().items() if not name.startswith("log")}
-    twin = LeakDetector()
-    vars(twin).update(pickle.loads(pickle.dumps(state)))  # without what Lightning hangs on callbacks: self.log
-    return twin
 
 
 class LeaksOnOneRank(leaky.Losses):

@@ -16,12 +16,13 @@ WITH_GRAPH = r"Store value\.detach\(\) instead\."
 WITHOUT = r"Clear it, limit its length, or move its tensors to the host\."
 
 
-def fit(model, make_trainer, **arguments):
-    detector = LeakDetector(**DETECTOR)
-    callbacks = [detector, *arguments.pop("callbacks", [])]
+def run(stage, model, make_trainer, *callbacks, on_leak="warn", **arguments):
+    """What the detector finds in a stage: its stage, and the leak."""
+    detector = LeakDetector(**DETECTOR, on_leak=on_leak)
+    trainer = make_trainer(callbacks=[detector, *callbacks], **{"max_epochs": 5, "inference_mode": False, **arguments})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        make_trainer(callbacks=callbacks, **{"max_epochs": 5, **arguments}).fit(model)
+        getattr(trainer, stage)(model)
     return detector.leaks
 
 
@@ -67,7 +68,7 @@ PLANTED = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_named(name, make_trainer):
     model, expected = PLANTED[name]
-    leaks = fit(model(), make_trainer)
+    leaks = run("fit", model(), make_trainer)
     assert [stage for stage, _ in leaks] == ["train"]  # once
     for holder in leaks[0][1].holders:
         assert re.fullmatch(expected, str(holder)), str(holder)
@@ -78,93 +79,60 @@ def test_views_in_a_metric_keep_graphs_in_the_first_epoch(make_trainer):
     model = leaky.Curve()
     rows = [torch.randn(leaky.NUM_ROWS, leaky.WIDTH) for _ in range(60)]
     model.train_dataloader = lambda: DataLoader(rows, batch_size=None)
-    detector = LeakDetector(**DETECTOR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        make_trainer(callbacks=[detector], max_epochs=1).fit(model)
-    ((_, leak),) = detector.leaks
+    ((_, leak),) = run("fit", model, make_trainer, max_epochs=1)
     assert [(holder.path, holder.has_graph) for holder in leak.holders] == [("self.auroc.preds", True)]
     assert leak.holders[0].text.startswith("list state of a metric")
 
 
-def evaluate(stage, model, make_trainer, **arguments):
-    detector = LeakDetector(**DETECTOR, **arguments)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        getattr(make_trainer(callbacks=[detector], inference_mode=False), stage)(model)
-    return [(kind, [str(holder) for holder in leak.holders]) for kind, leak in detector.leaks]
-
-
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_an_evaluation_that_keeps_graphs_is_told(stage, make_trainer):
-    ((kind, (holder,)),) = evaluate(stage, leaky.Evaluation(with_graph=True), make_trainer)
+def test_an_evaluation_that_keeps_graphs_is_told_and_what_it_collects_if_memory_would_run_out(
+    stage, make_trainer, monkeypatch
+):
+    ((kind, leak),) = run(stage, leaky.Evaluation(with_graph=True), make_trainer)
     assert kind == stage
-    assert re.fullmatch(rf"self\.outputs: a list of \d+ items, \d+ with their autograd graph.* {WITH_GRAPH}", holder)
-
-
-@pytest.mark.quick_sample(2)
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_what_an_evaluation_collects_is_told_if_memory_would_run_out(stage, make_trainer, monkeypatch):
-    assert evaluate(stage, leaky.Evaluation(), make_trainer) == []
+    expected = rf"self\.outputs: a list of \d+ items, \d+ with their autograd graph.* {WITH_GRAPH}"
+    assert re.fullmatch(expected, str(leak.holders[0]))
+    assert run(stage, leaky.Evaluation(), make_trainer) == []
     monkeypatch.setattr(callback, "_available_bytes", lambda trainer: leaky.SAVED_COPY_BYTES)
-    ((kind, (holder,)),) = evaluate(stage, leaky.Evaluation(), make_trainer)
+    ((kind, leak),) = run(stage, leaky.Evaluation(), make_trainer)
     assert kind == stage
-    assert holder.startswith("self.outputs: a list of")
+    assert str(leak.holders[0]).startswith("self.outputs: a list of")
 
 
 def test_an_evaluation_raises_at_its_end(make_trainer):
     model = leaky.Evaluation(with_graph=True)
     with pytest.raises(MemoryLeakError, match=r"^LeakDetector: memory grows with the test steps\. "):
-        evaluate("test", model, make_trainer, on_leak="raise")
+        run("test", model, make_trainer, on_leak="raise")
     assert len(model.outputs) == 30
 
 
 def test_a_callback_is_named_by_its_class(make_trainer):
-    ((stage, leak),) = fit(leaky.Plain(), make_trainer, callbacks=[leaky.Keeper()])
+    ((stage, leak),) = run("fit", leaky.Plain(), make_trainer, leaky.Keeper())
     assert (stage, leak.tensor_bytes) == ("train", leaky.SAVED_COPY_BYTES)
     assert [holder.path for holder in leak.holders] == ["Keeper.batches"]
 
 
 def test_outputs_of_validations_that_stay(make_trainer):
-    ((stage, leak),) = fit(leaky.Validation(), make_trainer, val_check_interval=3)
+    ((stage, leak),) = run("fit", leaky.Validation(), make_trainer, val_check_interval=3)
     assert (stage, leak.tensor_bytes) == ("validate", leaky.SAVED_COPY_BYTES)
     assert [holder.path for holder in leak.holders] == ["self.outputs"]
 
 
-def test_size_and_origin_are_exact(make_trainer):
-    ((_, leak),) = fit(leaky.Outputs(), make_trainer)
+def test_size_and_origin_are_exact_and_a_leak_below_the_least_size_is_none(make_trainer, monkeypatch):
+    ((_, leak),) = run("fit", leaky.Outputs(), make_trainer)
     assert leak.tensor_bytes == leaky.SAVED_COPY_BYTES
     assert leaky.SAVED_COPY_BYTES <= leak.bytes_per_step < 2 * leaky.SAVED_COPY_BYTES
     ((line, num_bytes),) = leak.sites
     assert num_bytes == leaky.SAVED_COPY_BYTES
     assert re.fullmatch(r".*leaky_models\.py:\d+ in hidden", line)
     assert str(leak).splitlines()[-1] == f"  allocated in {line}: 8.00 KiB"
-
-
-def test_a_leak_below_the_least_size_is_none(make_trainer, monkeypatch):
     monkeypatch.setitem(DETECTOR, "min_bytes_per_step", 16 * leaky.SAVED_COPY_BYTES)
-    assert fit(leaky.Outputs(), make_trainer) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [{"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
-def test_named_with(arguments, make_trainer):
-    ((_, leak),) = fit(leaky.Hook(), make_trainer, **arguments)
-    assert "at self.net.0._forward_hooks" in leak.holders[0].path
-
-
-@pytest.mark.slow
-def test_named_in_a_compiled_model(make_trainer):
-    model = leaky.Outputs()
-    model.net.compile(backend="aot_eager")
-    ((_, leak),) = fit(model, make_trainer)
-    assert [holder.path for holder in leak.holders] == ["self.cache"]
-    assert leak.tensor_bytes == leaky.SAVED_COPY_BYTES
+    assert run("fit", leaky.Outputs(), make_trainer) == []
 
 
 def test_named_where_memory_is_not_counted(make_trainer, monkeypatch):
     monkeypatch.setattr("lightning_vram.memory.leaks.LiveBytes.read", lambda self: {})
-    ((_, leak),) = fit(leaky.Losses(), make_trainer)
+    ((_, leak),) = run("fit", leaky.Losses(), make_trainer)
     assert [holder.path for holder in leak.holders] == ["self.losses"]
 
 
@@ -172,10 +140,4 @@ def test_warns_with_the_step(make_trainer):
     detector = LeakDetector(**DETECTOR)
     message = r"^LeakDetector: memory grows with the training steps, at step \d+\. .* per step, 4 B of it in tensors"
     with pytest.warns(UserWarning, match=message):
-        make_trainer(callbacks=[detector], max_epochs=5).fit(leaky.Losses())
-
-
-def test_raises_if_it_is_to(make_trainer):
-    detector = LeakDetector(**DETECTOR, on_leak="raise")
-    with pytest.raises(MemoryLeakError, match=r"\n  held by self\.losses: a list of"):
         make_trainer(callbacks=[detector], max_epochs=5).fit(leaky.Losses())

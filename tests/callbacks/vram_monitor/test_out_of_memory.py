@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from support.helpers import LitTiny, TinyCNN
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader
 import lightning_vram
 from lightning_vram import InPlaceFusion, VRAMMonitor
 from lightning_vram.callbacks.vram_monitor import out_of_memory
-from lightning_vram.callbacks.vram_monitor.out_of_memory import LastBatches
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.units import MIB, format_bytes
 from lightning_vram.private_names.dispatcher import FakeTensor
@@ -115,7 +113,6 @@ CAUSES = {
     "another process": ("another process is on the device", Lit("step", total=2000, free=1, process=79)),
     "fragmentation": ("fragmentation: enough memory was free, but not in one block", Lit("step", cached=40, asked=20)),
     "states": ("the optimizer state does not fit", Lit("optimizer")),
-    "batch, forward": ("the batch is too large: saved activations", Lit("layer")),
     "batch, backward": ("the batch is too large: saved activations", Lit("backward")),
 }
 
@@ -159,22 +156,6 @@ def test_a_second_copy_on_resume(make_trainer, tmp_path, monkeypatch):
     assert (tmp_path / "out_of_memory.md").read_text().startswith(title)
 
 
-@pytest.mark.usefixtures("unmeasured")
-def test_a_leak(make_trainer, tmp_path, monkeypatch):
-    def end(self, trainer):
-        self.batch = None
-        self.ends.append((trainer.global_step, 40 * MIB + trainer.global_step * MIB))
-
-    monkeypatch.setattr(LastBatches, "end_batch", end)
-    module = Lit("nowhere")
-    module.on_train_epoch_end = lambda: run_out(module.head.weight)
-    module.train_dataloader = lambda: DataLoader(torch.ones(40, 16), batch_size=4)
-    _, page = explain(make_trainer, tmp_path, module)
-    assert page.startswith("# Out of memory: a memory leak: memory grew with each batch\n")
-    assert "Each of the last batches left 1.00 MiB more than the one before." in page
-    assert "| 10 | 50.00 MiB |" in page
-
-
 def test_no_page_without_a_file(make_trainer, tmp_path):
     trainer = make_trainer(callbacks=[VRAMMonitor(path=None)], default_root_dir=tmp_path)
     with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -183,15 +164,18 @@ def test_no_page_without_a_file(make_trainer, tmp_path):
     assert len(caught.value.__notes__) == 1
 
 
-def test_a_page_that_fails_hides_nothing(make_trainer, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "said"), [(KeyError("planted"), "KeyError: 'planted'"), (KeyboardInterrupt(), "KeyboardInterrupt: ")]
+)
+def test_a_page_that_fails_hides_nothing(error, said, make_trainer, tmp_path, monkeypatch):
     def fail(*_):
-        raise KeyError("planted")
+        raise error
 
     monkeypatch.setattr(out_of_memory, "_facts", fail)
     trainer = make_trainer(callbacks=[VRAMMonitor()], default_root_dir=tmp_path)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.fit(Lit("step"))
-    assert caught.value.__notes__[-1] == "VRAMMonitor could not write its report: KeyError: 'planted'"
+    assert caught.value.__notes__[-1] == f"VRAMMonitor could not write its report: {said}"
 
 
 def test_it_says_so_where_nothing_can_be_measured(make_trainer, tmp_path):
@@ -225,38 +209,26 @@ def make_gpt(fails=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [[], [InPlaceFusion()]], ids=["plain", "fused"])
-def test_remedies_save_what_the_page_says(own, make_trainer, tmp_path):
+def test_remedies_save_what_the_page_says(make_trainer, tmp_path):
+    own = InPlaceFusion()
+
     def peak(*callbacks):
         monitor = VRAMMonitor(track=True, path=None)
-        make_trainer(callbacks=[monitor, *own, *callbacks], max_epochs=1, limit_val_batches=0).fit(make_gpt())
+        make_trainer(callbacks=[monitor, own, *callbacks], max_epochs=1, limit_val_batches=0).fit(make_gpt())
         return monitor.peaks["train"].peak_allocated_bytes
 
-    _, page = explain(make_trainer, tmp_path, make_gpt(fails=True), *own, limit_val_batches=0)
+    _, page = explain(make_trainer, tmp_path, make_gpt(fails=True), own, limit_val_batches=0)
     (baseline,) = re.findall(r"\| 1 \| ([\d.]+) MiB \| .* \| baseline \|", page)
     rows = re.findall(r"\| ([\d.]+) MiB \| .* \| `callbacks=(\[.*?\])` \|", page)
-    told = {
-        code: (float(baseline) - float(needed)) * MIB for needed, code in rows if float(baseline) - float(needed) >= 1
-    }
+    savings = {code: float(baseline) - float(needed) for needed, code in rows}
+    told = {code: saving * MIB for code, saving in savings.items() if saving >= 1}
     plain_bytes = peak()
     assert any("ActivationCheckpointing(" in code for code in told)
-    recommended = re.search(r"^\| \* \d \| .* \| exact \| `callbacks=", page, re.MULTILINE)
-    assert (recommended is not None) == (not own)  # a fused step is too small for what is missing
+    assert "| * " not in page  # a fused step is too small for what is missing
     for code, told_bytes in told.items():
         callbacks = eval(code, vars(lightning_vram))  # as pasted into a Trainer
         saved_bytes = plain_bytes - peak(*callbacks)
         assert saved_bytes == pytest.approx(told_bytes, rel=0.1), (code, format_bytes(saved_bytes))
-
-
-@pytest.mark.usefixtures("unmeasured")
-def test_validation_is_explained_too(make_trainer, tmp_path):
-    class LitValidates(LitTiny):
-        def validation_step(self, batch, batch_idx):
-            raise torch.OutOfMemoryError(cuda_message())
-
-    _, page = explain(make_trainer, tmp_path, LitValidates(TinyCNN()), limit_val_batches=1)
-    assert "| validate, epoch 0, batch 0 |" in page
-    assert page.startswith("# Out of memory: a validation, test or prediction batch is too large\n")
 
 
 class LitWrites(Lit):
@@ -310,10 +282,8 @@ def test_the_picture_says_what_its_line_is(make_trainer, tmp_path, monkeypatch):
     _, page = explain(make_trainer, tmp_path, Lit("logits", asked=2))
     ((estimate, title),) = drawn
     available = format_bytes(estimate.peak_bytes - 2 * MIB)
-    assert (
-        title
-        == f"Out of memory: this step needs {format_bytes(estimate.peak_bytes)}, available to this step: {available}"
-    )
+    needed = format_bytes(estimate.peak_bytes)
+    assert title == f"Out of memory: this step needs {needed}, available to this step: {available}"
     assert limit_line(estimate) == f"available to this step {available}"
     assert (tmp_path / "out_of_memory.png").exists()
     assert "![A step of this run on fake tensors](out_of_memory.png)\n\nAvailable to this step: the memory that" in page
@@ -336,15 +306,14 @@ def traced(monkeypatch):
     return stages
 
 
-@pytest.mark.parametrize(("tick", "num_traced"), [(6, 4), (40, 1)], ids=["some", "a slow baseline"])
-def test_after_30_seconds_nothing_more_is_tried(tick, num_traced, make_trainer, tmp_path, monkeypatch, traced):
-    """Each look at the clock takes so long, and so does a step."""
-    monkeypatch.setattr(out_of_memory, "monotonic", count(0, tick).__next__)
+def test_after_30_seconds_nothing_more_is_tried(make_trainer, tmp_path, monkeypatch, traced):
+    """Each look at the clock takes 6 seconds, and so does a step."""
+    monkeypatch.setattr(out_of_memory, "monotonic", count(0, 6).__next__)
     note, page = explain(make_trainer, tmp_path, Lit("layer"))
     assert NOT_TRIED.findall(note) == NOT_TRIED.findall(page)
     (num_left_out,) = NOT_TRIED.findall(page)
     assert int(num_left_out) >= 8
-    assert len(set(traced) - {"end"}) == num_traced
+    assert len(set(traced) - {"end"}) == 4
     assert traced[0] == "tracing baseline"
     assert traced[-1] == "end"
 
@@ -379,11 +348,3 @@ def test_ctrl_c_ends_the_advice_and_hides_nothing(num_steps, words, make_trainer
     assert ("| exact | baseline |" in page) == (num_steps > 0)
     assert signal.getsignal(signal.SIGINT) is before  # Lightning ignores it once it has seen one
     assert "## What held the memory" in page
-
-
-def test_ctrl_c_while_the_page_is_written_hides_nothing(make_trainer, tmp_path, monkeypatch):
-    monkeypatch.setattr(out_of_memory, "_facts", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    trainer = make_trainer(callbacks=[VRAMMonitor()], default_root_dir=tmp_path)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer.fit(Lit("step"))
-    assert caught.value.__notes__[-1] == "VRAMMonitor could not write its report: KeyboardInterrupt: "

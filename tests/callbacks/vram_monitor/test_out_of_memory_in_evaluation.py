@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 
 from lightning_vram import MetricOffload, VRAMMonitor
 from lightning_vram.callbacks.vram_monitor import out_of_memory
-from lightning_vram.callbacks.vram_monitor import out_of_memory as last_batches
 from lightning_vram.memory.units import MIB
 
 STAGES = ("validate", "test", "predict")
@@ -78,10 +77,12 @@ def explain(make_trainer, tmp_path):
 def growing(monkeypatch):
     """A device on which each batch leaves a MiB more."""
     readings = iter(range(40 * MIB, 400 * MIB, MIB))
-    monkeypatch.setattr(last_batches, "has_cache", lambda device: True)
-    monkeypatch.setattr(
-        last_batches, "read_allocator", lambda device: types.SimpleNamespace(allocated_bytes=next(readings))
-    )
+    monkeypatch.setattr(out_of_memory, "has_cache", lambda device: True)
+
+    def read(device):
+        return types.SimpleNamespace(allocated_bytes=next(readings))
+
+    monkeypatch.setattr(out_of_memory, "read_allocator", read)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -103,10 +104,8 @@ def test_the_end_of_the_epoch(stage, explain):
 
 
 @pytest.mark.usefixtures("growing")
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_grows_with_the_batches(stage, explain):
-    batches = dict.fromkeys(("limit_val_batches", "limit_test_batches", "limit_predict_batches"), 20)
-    page = explain(stage, Lit(at_batch=15), **batches)
+def test_what_grows_with_the_batches(explain):
+    page = explain("predict", Lit(at_batch=15), limit_predict_batches=20)
     assert page.startswith(f"# Out of memory: {COLLECTED}\n")
     assert "Each of the last batches left 1.00 MiB more than the one before." in page
 
@@ -118,7 +117,7 @@ def test_growth_of_the_training_is_none_of_the_validation(explain):
 
 
 def test_growth_of_the_training_goes_on_after_a_validation():
-    batches = last_batches.LastBatches()
+    batches = out_of_memory.LastBatches()
     batches.ends.append((1, 1))
     batches.switch_stage("validate")
     batches.ends.append((1, 2))

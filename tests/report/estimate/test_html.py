@@ -4,15 +4,14 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
-from support.estimates import GIB, MIB, allocation, estimate_of, timeline_of
+from support.estimates import MIB, allocation, estimate_of, timeline_of
 
 from lightning_vram.memory.tracking.timeline import Category, Phase
 from lightning_vram.report.drawing import WIDTH
-from lightning_vram.report.estimate import BOTTOM, COLORS, HEIGHT, LEFT, MARGIN, TOP, axis_bytes, picture
+from lightning_vram.report.estimate import BOTTOM, COLORS, LEFT, MARGIN, TOP, axis_bytes, picture
 
 RIGHT = WIDTH - MARGIN
 
@@ -62,26 +61,6 @@ def test_the_stack_is_drawn_to_scale():
     assert there == f"M{LEFT} {corners[0]}{rises}"
 
 
-def edges_of(path: str) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Corners of the upper edge, from the left, and of the lower one."""
-    x, y = map(float, re.match(r"M(\S+) ([\d.]+)", path).groups())
-    corners = [(x, y)]
-    for command, value in re.findall(r"([HV])([\d.]+)", path):
-        x, y = (float(value), y) if command == "H" else (x, float(value))
-        corners.append((x, y))
-    right = next(number for number, corner in enumerate(corners) if corner[0] == RIGHT)
-    return corners[: right + 1], corners[:right:-1]
-
-
-def test_each_area_stands_on_the_one_below():
-    drawing = drawing_of(estimate_of())
-    areas = [edges_of(path.get("d")) for path in drawing if path.tag == "path" and path.get("fill")]
-    assert len(areas) == 5
-    assert areas[0][1] == [(LEFT, BOTTOM), (RIGHT, BOTTOM)]
-    for (below, _), (_, lower) in pairwise(areas):
-        assert lower == below
-
-
 def test_the_peak_the_limit_and_what_is_needed_stand_at_their_heights():
     estimate = estimate_of()
     drawing = drawing_of(estimate)
@@ -102,25 +81,6 @@ def test_what_does_not_fit_is_red_above_the_limit():
     assert float(beyond.get("y")) == TOP
     assert float(beyond.get("height")) == pytest.approx(height(estimate, 500 * MIB) - TOP, abs=0.1)
     assert '<h1 class="bad">Does not fit' in page(estimate)
-
-
-def test_everything_stays_within_the_picture():
-    (stage,) = estimate_of().stages.values()
-    fragmented = {"train": replace(stage, reserved_bytes=100 * GIB)}
-    estimates = [estimate_of(limit_bytes=limit_bytes) for limit_bytes in (MIB, 600 * MIB, GIB, 80 * GIB)]
-    for estimate in (*estimates, estimate_of(stages=fragmented)):
-        for found in drawing_of(estimate):
-            if found.tag in ("rect", "text", "circle"):
-                x = float(found.get("x") or found.get("cx"))
-                y = float(found.get("y") or found.get("cy"))
-                assert 0 <= x <= WIDTH
-                assert 0 <= y <= HEIGHT - float(found.get("height") or 0)
-
-
-def test_it_begins_with_the_stage():
-    (stage,) = estimate_of().stages.values()
-    estimate = estimate_of(stages={"train": replace(stage, first_event=4)})
-    assert len(data_of(page(estimate))["columns"]) == 10
 
 
 def test_a_page_needs_nothing_else():

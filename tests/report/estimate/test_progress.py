@@ -29,9 +29,6 @@ def test_the_current_stage_stands_alone():
     assert "tracing the step" in frames[-1]
     assert "building" not in frames[-1]
     assert "━" in frames[-1]
-
-
-def test_nothing_is_written_where_there_is_no_terminal():
     assert show(("building", 0.0), ("tracing the step", 0.5), is_terminal=False).strip() == ""
 
 
@@ -48,14 +45,6 @@ def test_the_screen_is_left_as_it_was():
     text = show(("building", 1.0), is_terminal=True)
     assert text.endswith("\x1b[2K")
     assert "\x1b[?25h" in text  # the cursor is seen again
-
-
-def test_a_long_name_leaves_room():
-    last = show(("stage " + "x" * 90, 0.5), is_terminal=True)
-    frames = [line for line in last.splitlines() if "stage" in line]
-    assert "x…" in frames[-1]
-    assert "━" in frames[-1]
-    assert "0:00:00" in frames[-1]
 
 
 @pytest.mark.parametrize("work", [estimate_memory, plan_memory])

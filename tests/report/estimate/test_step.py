@@ -43,23 +43,15 @@ def test_phases_follow_each_other_and_what_comes_after_the_step_is_the_rest():
     )
 
 
-def test_a_validation_step_is_no_rest():
-    timeline = timeline_of([allocation("a", "", Category.INPUTS)], [(0, 1, Phase.FORWARD), (0, -1, Phase.FORWARD)])
-    assert read_step(timeline, max_columns=100).spans == (Span(Phase.FORWARD, 0, 2),)
-
-
 def test_categories_that_never_live_are_left_out():
     step = read_step(training_timeline(), max_columns=100)
     assert step.categories == (
-        Category.PARAMETERS,
-        Category.OPTIMIZER_STATE,
-        Category.GRADIENTS,
-        Category.ACTIVATIONS,
-        Category.TEMPORARIES,
+        *(Category.PARAMETERS, Category.OPTIMIZER_STATE),
+        *(Category.GRADIENTS, Category.ACTIVATIONS, Category.TEMPORARIES),
     )
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_ten_thousand_events_keep_their_peak_in_a_hundred_columns(seed):
     drawn = random.Random(seed)
     made, changes = [], []

@@ -69,24 +69,14 @@ def test_lines(line):
     assert " ".join(line.split()) in " ".join(text.split())
 
 
-def test_what_is_not_there_has_no_line():
-    text = text_of()
-    for name in ("inputs", "buffers", "ranks", "largest", "longest", "pinned", "Note"):
-        assert name not in text
-
-
 def test_a_large_estimate_fits_a_page_of_a_log_file():
     names = [f"model.decoder.layer{number}.attention.projection_of_queries_and_keys" for number in range(48)]
     made = [allocation("held", name, category) for name in names for category in Category]
     timeline = timeline_of(made, [(number, 2000, Phase.FORWARD) for number in range(len(made))])
     (stage,) = estimate_of(timeline).stages.values()
-    text = text_of(
-        stages={"train": replace(stage, host_bytes=GIB, pinned_bytes=GIB), "validation": stage},
-        max_batch_size=128,
-        max_sequence_length=131072,
-        world_size=1024,
-        notes=("a" * 90, "b" * 90),
-    )
+    stages = {"train": replace(stage, host_bytes=GIB, pinned_bytes=GIB), "validation": stage}
+    sizes = {"max_batch_size": 128, "max_sequence_length": 131072, "world_size": 1024}
+    text = text_of(stages=stages, **sizes, notes=("a" * 90, "b" * 90))
     lines = text.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 100

@@ -15,7 +15,6 @@ from lightning_vram.memory.device.out_of_memory import (
 )
 from lightning_vram.memory.units import GIB, MIB
 from lightning_vram.report.out_of_memory import (
-    CAUSES,
     OutOfMemory,
     Place,
     Work,
@@ -27,18 +26,6 @@ from lightning_vram.report.plan import Choice
 
 REQUEST = FailedRequest(2 * GIB, 80 * GIB, 1 * GIB, 79 * GIB, None, 77 * GIB, 1 * GIB)
 FOUND = OutOfMemory("", OutOfMemorySource.DEVICE, "cuda:0", REQUEST, "train", Place(Work.FORWARD))
-
-
-def test_all_causes_say_what_helps():
-    for cause in CAUSES:
-        assert cause.hints
-    assert find_cause(FOUND).title.startswith("the batch is too large")
-
-
-def test_the_host_is_told_from_the_device():
-    on_host = replace(FOUND, source=OutOfMemorySource.HOST)
-    assert find_cause(on_host).title == "the host ran out of memory"
-    assert find_cause(replace(on_host, device="cpu")).title.startswith("the batch is too large")
 
 
 MORE_THAN_THERE_CAN_BE = 1 << 60  # bytes: no machine maps that many
@@ -124,11 +111,9 @@ def test_what_fits_comes_into_the_summary_unless_the_cause_is_another():
     assert summary(found).endswith("What helps: `callbacks=[ActivationOffload()]`.")
     leaking = replace(found, growth=tuple((step, GIB * (40 + step)) for step in range(8)))
     assert "ActivationOffload" not in summary(leaking)
-    text = page(leaking)
-    assert text[
-        text.index("|  | memory") :
-    ].startswith(  # as `plan` has it: the same columns, from the most to the least
-        "|  | memory | of budget | step time | results | line to paste |\n"
+    _, table = page(leaking).split("|  | memory", 1)
+    assert table.startswith(  # as `plan` has it: the same columns, from the most to the least
+        " | of budget | step time | results | line to paste |\n"
         "| --- | --- | --- | --- | --- | --- |\n"
         "| 1 | 2.00 GiB | 160.0% | 1.00x | exact | baseline |\n"
         "| * 2 | 1.00 GiB | 80.0% | 1.10x | lossless | `callbacks=[ActivationOffload()]` |\n"

@@ -8,7 +8,6 @@ from lightning_vram.planner.scheme import Part
 from lightning_vram.report.drawing import as_figure
 
 pytest.importorskip("matplotlib", reason="the extra plots")
-from matplotlib import image
 from support.pictures import assert_no_text_meets_another
 
 from lightning_vram.report.plan import picture, verdict
@@ -36,17 +35,6 @@ def test_long_names_are_wrapped():
     assert_no_text_meets_another(figure_of(plan))
 
 
-@pytest.mark.parametrize(("mib", "budget_bytes"), [(4000, 4 * GIB), (4000, 400 * GIB), (1, GIB)])
-def test_a_run_that_fits_is_drawn_as_well(mib, budget_bytes):
-    plan = plan_of((measured(mib=mib, ms=100),), budget_bytes)
+def test_a_run_that_fits_is_drawn_as_well():
+    plan = plan_of((measured(mib=4000, ms=100),), 4 * GIB)
     assert "1. the plan: baseline" in texts(figure_of(plan))
-
-
-def test_files_are_of_their_kind_and_the_same_each_time(tmp_path):
-    first = {}
-    for _ in range(2):
-        for suffix in (".png", ".svg", ".pdf", ".html"):
-            plan_of().plot(tmp_path / f"plan{suffix}")
-            found = (tmp_path / f"plan{suffix}").read_bytes()
-            assert found == first.setdefault(suffix, found)
-    assert image.imread(tmp_path / "plan.png").shape[1] == 2480

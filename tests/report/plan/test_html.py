@@ -6,7 +6,6 @@ from xml.etree import ElementTree
 import pytest
 from support.plans import OFFLOAD, measured, plan_of, tried
 
-from lightning_vram.report.drawing import WIDTH
 from lightning_vram.report.plan import picture
 
 SLOW = (*tried(), measured(OFFLOAD, OFFLOAD, mib=600, ms=900))
@@ -36,13 +35,6 @@ def test_one_that_is_far_slower_stands_at_the_edge_with_its_time():
     assert "9.00x" in [found.text for found in drawing if found.tag == "text"]
 
 
-def test_nothing_leaves_the_drawing():
-    for found in drawing_of(plan_of(SLOW)):
-        if found.tag in ("rect", "text", "circle"):
-            assert 0 <= float(found.get("x") or found.get("cx")) <= WIDTH
-            assert 0 <= float(found.get("y") or found.get("cy")) <= 460
-
-
 def test_the_table_has_every_choice():
     text = picture(plan_of()).page()
     assert '<h1 class="good">Fits with this plan: 1.99 GiB of 2.00 GiB on H100, 1.15x the step time</h1>' in text
@@ -50,9 +42,3 @@ def test_the_table_has_every_choice():
     cells = "<td>1.99 GiB</td><td>99.6%</td><td>1.15x</td><td>exact</td>"
     assert f"<tr><td colspan=9>{name}</td></tr><tr>{cells}</tr>" in text
     assert text.count("<td colspan=9>") == 7
-
-
-def test_a_page_needs_nothing_else():
-    text = picture(plan_of(name="<b>card</b>")).page()
-    assert not re.search(r"<(link|img|iframe|script|b)\b|src=|@import|url\(|\w+://", text)
-    assert "prefers-color-scheme: dark" in text

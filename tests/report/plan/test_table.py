@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 
-import pytest
 from support.consoles import assert_every_number_is_whole_at_80_columns
 from support.plans import FUSION, OFFLOAD, checkpointing, measured, plan_of, tried
 
 from lightning_vram.planner.scheme import Part
-from lightning_vram.report.plan import ShownPlan, plan_memory, plan_table, shown
+from lightning_vram.report.plan import ShownPlan, plan_table, shown
 
 TABLE = """\
 Fits with this plan: 1.99 GiB of 2.00 GiB on H100, 1.15x the step time
@@ -58,8 +57,3 @@ def test_what_a_function_plans_can_be_printed():
     assert str(found).startswith("Fits with this plan")
     assert found.is_needed
     assert shown(plan, ShownPlan).__doc__ == "Plan."
-
-
-def test_the_planners_own_errors_come_through():
-    with pytest.raises(ValueError, match=r"^plan_memory\(allow\) must be 'exact', "):
-        plan_memory(None, device="h100", allow="all")
