@@ -1,22 +1,19 @@
 """Others' ways to train, beside which ours is measured: they run where they can, and say why where they cannot."""
 
 import gc
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 from lightning_vram.core.processes import leave_group
 from tests.benchmarks.cases import WORKLOADS, Workload
-from tests.benchmarks.peers import PEERS, versions_of_peers
+from tests.benchmarks.peers import PEERS
 from tests.benchmarks.peers.installed import needs
 from tests.benchmarks.peers.lightning_alone import Finder
-from tests.benchmarks.sizes import grow_batch, grow_layers, largest_that
+from tests.benchmarks.sizes import grow_batch, largest_that
 from tests.benchmarks.suites import biggest
 from tests.benchmarks.ways import Way
 from tests.benchmarks.whole_runs import fit
@@ -49,25 +46,6 @@ def test_every_library_that_is_named_has_ways():
     }
 
 
-def test_names_are_unique_in_a_suite():
-    for suite, ways in PEERS.items():
-        names = [way.name for way in ways]
-        assert len(set(names)) == len(names), suite
-
-
-@pytest.mark.slow
-def test_nothing_of_a_peer_is_imported_before_it_is_asked_for():
-    program = """
-import sys, lightning.pytorch, transformers
-names = "torchao bitsandbytes torchtune accelerate composer deepspeed inplace_abn liger_kernel".split()
-before = {name for name in names if name in sys.modules}  # what those import is not ours to keep out
-import tests.benchmarks.peers
-print(*({name for name in names if name in sys.modules} - before))
-"""
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == []
-
-
 def test_the_device_is_named_before_what_is_not_installed():
     why_not = needs("no_such_library", "no-such-library")
     assert why_not(CPU) == "needs a GPU"
@@ -84,22 +62,12 @@ def test_a_library_that_does_not_import_says_how(tmp_path, monkeypatch):
     assert len(why) == 160
 
 
-def test_a_library_that_imports_has_nothing_against_it():
-    assert needs("json", "json", devices=("cpu",))(CPU) is None
-
-
 def test_every_reason_is_one_short_line():
     for device in (CPU, GPU):
         for way in WAYS.values():
             why = way.why_not(device) or "fine"
             assert "\n" not in why
             assert len(why) <= 160
-
-
-def test_versions_are_those_of_installed_packages():
-    assert versions_of_peers().keys() <= {
-        *("accelerate", "bitsandbytes", "deepspeed", "inplace-abn", "liger-kernel", "mosaicml", "torchao", "torchtune")
-    }
 
 
 @pytest.mark.parametrize("name", ["torch.utils.checkpoint", "torch.utils.checkpoint, selective"])
@@ -122,20 +90,6 @@ def test_lightning_alone_trains(name):
 
 
 @pytest.mark.slow
-def test_a_scheduler_accumulates_quarters_of_the_batch():
-    seen = []
-
-    class Sizes(GradientAccumulationScheduler):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            seen.append((len(batch[0]), trainer.global_step))
-
-    (way,) = (way for way in PEERS["batches"] if way.name.startswith("GradientAccumulation"))
-    parts, scheduler = way.make_trainer_options(RESNET)["callbacks"]
-    fit(RESNET, [parts, scheduler, Sizes({0: 4})], 2, CPU)
-    assert seen == [(8, 0)] * 4 + [(8, 1)] * 4
-
-
-@pytest.mark.slow
 def test_lightnings_finder_stops_where_memory_runs_out(tmp_path):
     def compute_loss(model, batch):
         if len(batch[0]) > 20:
@@ -147,7 +101,7 @@ def test_lightnings_finder_stops_where_memory_runs_out(tmp_path):
     assert finder.optimal_batch_size == 19  # 20 by bisection, less its margin of 5 %
 
 
-@pytest.mark.parametrize("start", [1, 5, 37, 38, 1000])
+@pytest.mark.parametrize("start", [1, 38, 1000])
 @pytest.mark.parametrize("limit", [0, 1, 37])
 def test_the_largest_size_is_exact_wherever_it_begins(start, limit):
     asked = []
@@ -187,26 +141,14 @@ def test_the_largest_batch_of_a_linear_layer_is_the_one_worked_out():
         assert row["peak_bytes"] <= budget
 
 
-def test_what_grows_is_made_of_any_size():
-    images, labels = grow_batch(RESNET).make(70).make_batch()
-    assert (len(images), len(labels)) == (70, 70)
-    assert not torch.equal(images[0], images[32])  # data are drawn anew, not repeated
-    growth = grow_layers(RESNET)
-    assert (growth.what, growth.size) == ("layers in each stage", 2)
-    assert [len(stage) for stage in growth.make(3).make_model().net.stages] == [3, 3]
-    assert grow_layers(WORKLOADS[0]).size == 8
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # a plan for each size that is tried
-def test_each_way_has_a_row_with_its_largest_size_or_a_reason():
+def test_a_way_has_a_row_with_its_largest_size_or_a_reason():
     growth = grow_batch(RESNET)
-    in_parts = (*biggest.IN_PARTS, biggest.QUARTERS)  # each size that they are tried with is a run of a Trainer
-    ways = [way for way in biggest.ways_for(growth, 20_000_000, has_peers=True) if way not in in_parts]
-    ways = [way for way in ways if way.name != 'ActivationOffload("64KiB")']  # from its 58, a plan takes 6 steps down
+    names = ("plain", "torch.utils.checkpoint", "save_on_cpu", "AutoVRAM(budget)")
+    ways = [way for way in biggest.ways_for(growth, 20_000_000, has_peers=True) if way.name in names]
     rows = list(biggest.measure_growth(growth, ways, CPU, 20_000_000))
     by_name = {row["variant"]: row for row in rows}
-    assert len(by_name) == len(rows)
+    assert sorted(by_name) == sorted(names)
     for row in rows:
         assert ("error" in row) != ("largest" in row)
         assert row.get("peak_bytes", 0) <= row["budget_bytes"] == 20_000_000

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import sys
 from datetime import date
 from functools import partial
@@ -14,20 +13,15 @@ from lightning_vram.core.processes import leave_group
 from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks.cases import QUICK_WORKLOADS
 from tests.benchmarks.compare import Options, measure_ways
-from tests.benchmarks.measure import Run, compare_seconds, measure_apart, sum_up_events
+from tests.benchmarks.measure import Run
 from tests.benchmarks.ours import find_way
 from tests.benchmarks.peers import pytorch, versions_of_peers
 from tests.benchmarks.suites import (
-    compression_errors,
     fsdp_offload,
-    host_adamw,
     memory,
     mixed_precision,
-    offload_overlap,
 )
-from tests.benchmarks.suites.networks import measure_network
-from tests.benchmarks.suites.recomputation import Chain, measure_overhead
-from tests.benchmarks.ways import PLAIN, PLAIN_TRAINER, Way, with_callbacks
+from tests.benchmarks.ways import PLAIN, Way
 
 CPU = torch.device("cpu")
 CHECKPOINTED, MATMULS = "ActivationCheckpointing()", 'ActivationCheckpointing(save="matmuls")'
@@ -98,25 +92,16 @@ def test_a_suite_writes_device_versions_options_and_both_axes(monkeypatch, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suite", ["optimizers", "batches", "precision", "strategies", "nothing", "early_release"])
-def test_whole_runs_of_a_trainer_are_compared_with_plain_ones(suite, monkeypatch, tmp_path):
-    assert run_suite(monkeypatch, "--suite", suite, "--quick", "--only", "Digits", "-o", tmp_path) == 0
-    rows = json.loads((tmp_path / f"{suite}_cpu.json").read_text())["rows"]
-    assert {row.get("error", "needs a GPU")[:11] for row in rows} == {"needs a GPU"}
-    assert rows[0]["by"] == "plain"
-    assert all(row["seconds_of_first"] > 0 for row in rows if "error" not in row)
-    assert sum("seconds_of_first" in row for row in rows) > 2
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ActivationOffload offloads")
-@pytest.mark.parametrize("suite", ["plan", "python_price", "leak_detector", "host_adamw", "disk_states", "errors"])
+@pytest.mark.parametrize(
+    "suite", ["optimizers", "batches", "precision", "strategies", "plan", "early_release", "leak_detector", "errors"]
+)
 def test_a_quick_run_ends_without_an_error(suite, monkeypatch, tmp_path, alone):
-    only = ["--only", "Digits"] if suite == "plan" else []  # a dry run of gpu_day plans for the others
+    only = [] if suite in ("leak_detector", "errors") else ["--only", "Digits"]
     assert run_suite(monkeypatch, "--suite", suite, "--quick", *only, "-o", tmp_path) == 0
     rows = json.loads((tmp_path / f"{suite}_cpu.json").read_text())["rows"]
     assert {"workload", "variant", "by"} <= set.intersection(*(set(row) for row in rows))
-    assert [row for row in rows if "all_traceback" in row] == []
+    assert {row.get("error", "needs a GPU")[:11] for row in rows} == {"needs a GPU"}
 
 
 def test_a_suite_that_is_not_there_is_refused(monkeypatch, capsys):
@@ -146,12 +131,6 @@ def test_what_is_found_before_an_end_is_in_the_file(monkeypatch, tmp_path):
     assert result["machine"]["peers"] == versions_of_peers()
 
 
-def test_a_name_that_no_workload_has_is_told(monkeypatch, tmp_path, capsys):
-    assert run_suite(monkeypatch, "--suite", "memory", "--quick", "--only", "zzz", "-o", tmp_path) == 1
-    assert "memory: nothing was measured: no workload name contains --only 'zzz'." in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-
-
 def fail(model):
     raise RuntimeError("no such kernel\nand more")
 
@@ -170,25 +149,7 @@ def test_a_way_that_cannot_run_is_a_row_and_others_go_on():
     assert ours["seconds_of_first"] == ours["seconds_per_step"] / plain["seconds_per_step"]
 
 
-def test_a_trainers_way_brings_plain_in_a_trainer_along():
-    options = Options(CPU, ways="Release")
-    whole = with_callbacks("EarlyRelease()", list)
-    assert options.choose("speed", [whole, find_way(CHECKPOINTED)]) == [PLAIN, PLAIN_TRAINER, whole]
-    assert options.choose("batches", [PLAIN_TRAINER, whole]) == [PLAIN_TRAINER, whole]
-
-
-def test_ratios_are_those_of_the_same_turn():
-    row = compare_seconds([3.0, 2.0, 8.0], [1.0, 2.0, 4.0])  # 3, 1, 2
-    assert row["seconds_per_step"] == 3.0
-    assert (row["seconds_of_first"], row["seconds_of_first_low"], row["seconds_of_first_high"]) == (2.0, 1.0, 3.0)
-
-
-@pytest.mark.slow
-def test_a_process_that_dies_is_a_row():
-    assert "BrokenProcessPool" in measure_apart(os._exit, 3)["error"]
-
-
-@pytest.mark.parametrize("name", [CHECKPOINTED, *(way.name for way in pytorch.ACTIVATIONS)])
+@pytest.mark.parametrize("name", [way.name for way in pytorch.ACTIVATIONS])
 def test_a_step_trains(name, monkeypatch):
     unpinned = partial(torch.autograd.graph.save_on_cpu, pin_memory=False)
     monkeypatch.setattr("tests.benchmarks.peers.pytorch.save_on_cpu", lambda pin_memory: unpinned())
@@ -196,22 +157,6 @@ def test_a_step_trains(name, monkeypatch):
     before = [p.clone() for p in run.model.parameters()]
     run.step()
     assert not all(torch.equal(one, other) for one, other in zip(run.model.parameters(), before, strict=True))
-
-
-def test_shares_and_overheads_of_recomputation_are_measured():
-    plain, ours = measure_network("mobilenetv2", None)
-    kept = ours["saved_for_backward_bytes"] / plain["saved_for_backward_bytes"]
-    assert ours["saved_of_first"] == kept <= 0.36
-    row = measure_overhead(Chain(2), torch.randn(4, 8), num_turns=1)
-    assert row["num_operators"] >= 2 * 5
-    assert {"recomputation, forward us per operator", "empty mode, backward us per operator"} <= row.keys()
-
-
-def test_what_compression_does_to_the_gradient_is_measured():
-    share, cosine = compression_errors.measure_model("DigitsResNet", "int8")
-    assert share <= 0.3
-    assert 0.999 < cosine < 1
-    assert compression_errors.measure_model("DigitsResNet", None)[0] <= 0.97
 
 
 @pytest.mark.slow
@@ -226,28 +171,6 @@ def test_the_precision_plugin_is_measured_on_shapes_of_gpu_size():
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("optimizer", list(offload_overlap.OPTIMIZERS))
-def test_the_time_that_a_step_hides_is_measured(optimizer, alone):
-    shape = offload_overlap.Shape(num_blocks=2, width=8, num_threads=1, num_steps=2, optimizer=optimizer)
-    row = offload_overlap.measure_case(shape, offload_overlap.Case("both", 1.5, accumulate=2, clip=1.0), repeats=2)
-    bound = max(row["compute_seconds"], row["step_seconds"])
-    assert row["beside_of_bound"] == row["beside_seconds"] / bound > 0
-    assert all(len(row[f"all_{name}_seconds"]) == 2 for name in ("step", "compute", "waiting", "beside"))
-
-
-@pytest.mark.distributed
-def test_the_rate_of_a_step_on_the_host_is_measured(alone):
-    with host_adamw.process_group():
-        rows = list(host_adamw.measure_shards("two blocks", lambda: host_adamw.make_blocks(2, width=8), 1, repeats=1))
-    by_name = {row["variant"]: row for row in rows}
-    assert by_name["add_"]["rate_of_add"] == 1
-    num_parameters = 2 * (12 * 8 * 8 + 13 * 8)
-    ours = by_name["HostOptimizers"]
-    assert ours["gb_per_second"] * ours["seconds_per_step"] * 1e9 == pytest.approx(28 * num_parameters)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
 def test_memory_and_speed_of_the_strategy_are_measured(alone):
     variants = fsdp_offload.VARIANTS
     rows = {row["variant"]: row for row in fsdp_offload.measure_tiny(list(variants), 1, repeats=2, is_profiled=True)}
@@ -258,25 +181,3 @@ def test_memory_and_speed_of_the_strategy_are_measured(alone):
     ours, plain = rows["fsdp_offload, params"], rows["plain"]
     assert ours["speed_of_plain"] == ours["tokens_per_second"] / plain["tokens_per_second"]
     assert ours["exposed_seconds"] == ours["seconds_per_step"] - plain["computing_seconds"]
-
-
-def test_what_runs_beside_what_is_summed_up():
-    events = [
-        ("gemm", (0, 10)),
-        ("gemm", (5, 20)),
-        ("Memcpy HtoD (Pinned -> Device)", (15, 30)),
-        ("Memcpy DtoH (Device -> Pinned)", (28, 32)),
-        ("Memcpy DtoD (Device -> Device)", (40, 50)),
-    ]
-    sums = sum_up_events(events)
-    assert sums == {"computing_seconds": 20e-9, "copying_seconds": 17e-9, "copying_beside_seconds": 5e-9}
-
-
-def test_a_run_that_does_not_fit_is_a_row(monkeypatch):
-    class Hungry(fsdp_offload.LitGPT):
-        def training_step(self, batch):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(fsdp_offload, "LitGPT", Hungry)
-    row = fsdp_offload.measure_tiny(["plain"], 1)[0]
-    assert (row["variant"], row["error"]) == ("plain", "out of memory")

@@ -12,11 +12,10 @@ import pytest
 import torch
 from support.simdevice import build
 
-from tests.benchmarks.gpu_day import agenda, device_tests, goals, results
+from tests.benchmarks.gpu_day import agenda, device_tests, results
 from tests.benchmarks.gpu_day.__main__ import forget
 from tests.benchmarks.gpu_day.items import Item, Job
 from tests.benchmarks.gpu_day.schedule import run_items
-from tests.benchmarks.trace_text import reduce_trace
 
 ROOT = Path(__file__).parents[1]
 
@@ -68,16 +67,6 @@ def test_what_goes_wrong_in_a_row_is_written_down_and_the_rest_goes_on(tmp_path)
     assert {"device", "torch", "lightning"} <= set(result["machine"])
 
 
-def test_an_item_that_fails_as_a_whole_is_written_down(tmp_path):
-    def wrong(setting, report):
-        raise KeyError("gone")
-
-    run(tmp_path, Item("group.wrong", 1, wrong), make_item("group.next", good=dict))
-    assert results.read(tmp_path, "group.wrong")["status"] == "failed"
-    assert results.read(tmp_path, "group.wrong")["error"] == "KeyError: 'gone'"
-    assert results.read(tmp_path, "group.next")["status"] == "done"
-
-
 def test_what_does_not_fit_is_left_for_the_next_call_which_leaves_out_what_is_done(tmp_path):
     count = tmp_path / "count"
 
@@ -102,14 +91,6 @@ def test_an_item_that_the_end_of_a_call_cuts_goes_on_behind_its_last_row(tmp_pat
     run(tmp_path, item)
     assert results.read(tmp_path, "group.item")["status"] == "done"
     assert outcomes(tmp_path, "group.item") == {"good": None, "slow": None}
-
-
-def test_all_results_are_joined_in_a_file_and_read_back(tmp_path):
-    run(tmp_path / "one", make_item("group.item", good=lambda: {"figure": 1}))
-    results.gather(tmp_path / "one", tmp_path / "all.json")
-    assert json.loads((tmp_path / "all.json").read_text())["machine"]["torch"] == torch.__version__
-    results.scatter(tmp_path / "all.json", tmp_path / "other")
-    assert results.read_all(tmp_path / "other") == results.read_all(tmp_path / "one")
 
 
 def test_a_call_that_is_cut_off_has_joined_what_was_found_before(tmp_path):
@@ -187,34 +168,11 @@ def test_a_call_fits_into_six_minutes():
         assert sum(item.estimate for item in items if not item.shares) + max(sharing, default=0) < 400
 
 
-def test_names_of_items_are_those_of_goals_and_profiles():
-    names = [item.name for item in agenda.ITEMS]
-    assert len(set(names)) == len(names)
-    assert {goal.item for goal in goals.GOALS} <= set(names)
-
-
 def test_chunks_hold_all_tests_once():
     folders = [ROOT / "tests" / folder for item in device_tests.ITEMS for folder in item.run.keywords["folders"]]
     files = [file for folder in folders for file in ([folder] if folder.is_file() else folder.rglob("test_*.py"))]
     assert len(set(files)) == len(files)
     assert set(files) == set((ROOT / "tests").rglob("test_*.py"))
-
-
-def test_a_trace_is_written_short():
-    def entry(action, addr=0, size=512, stream=0):
-        return {"action": action, "addr": addr, "size": size, "stream": stream}
-
-    trace = [
-        entry("segment_alloc", 64, 2048),
-        entry("alloc", 64),
-        entry("snapshot"),
-        entry("free_requested", 64),
-        entry("free_completed", 64),
-        entry("alloc", 64, 1024, stream=7),
-        entry("free_completed", 8, 256),
-    ]
-    row = reduce_trace({"device_traces": [[], trace]}, {"forward": 3, "backward": 7})
-    assert row["phases"] == {"forward": "S:2048 +1:512", "backward": "-1 +2:1024@7 -:256"}
 
 
 def dry_run(options, tmp_path):
@@ -232,13 +190,6 @@ def test_a_dry_run_walks_through_all_of_it(group, tmp_path):
     device = "sim" if build.why_not() is None else "cpu"
     chosen = agenda.choose(group, "", Job(device, tmp_path, is_tiny=True))
     assert set(items) == {item.name for item in chosen}
-    check(items)
-
-
-@pytest.mark.slow
-def test_a_dry_run_starts_each_process_anew_where_it_is_asked_to(tmp_path):
-    items = dry_run(["--fresh", "--only", "speed.resnet50_bf16.fusion"], tmp_path)
-    assert list(items) == ["speed.resnet50_bf16.fusion"]
     check(items)
 
 

@@ -46,14 +46,6 @@ def test_each_line(tmp_path):
     )
 
 
-def test_rows_that_did_not_run_are_shown_with_the_reason_when_asked_for(tmp_path):
-    text = printed(write(tmp_path / "a.json", SPEED), all_rows=True)
-    assert "Left out" not in text
-    head, row = (line for line in text.splitlines() if line.endswith(("did not run", "torchtune")))
-    assert row.split()[:2] == ["OffloadActivations()", "torchtune"]
-    assert row.index("not installed: pip install torchtune") == head.index("did not run")
-
-
 def test_columns_that_do_not_fit_follow_below(tmp_path):
     file = write(tmp_path / "a.json", SPEED)
     assert_every_number_is_whole_at_80_columns(result_tables([read_results(file)], all_rows=True))
@@ -68,18 +60,3 @@ def test_columns_that_do_not_fit_follow_below(tmp_path):
         "",
     ]
     assert lines[11].split() == ["baseline", "1.00", "(0.95", "to", "1.10)"]
-
-
-def test_files_from_before_by_show_what_they_have(tmp_path):
-    rows = [
-        {"workload": "W", "variant": "plain", "peak_bytes": 2048, "kept_bytes": 1024, "of_plain": 1.0},
-        {"workload": "W", "variant": "[red]x\x1b", "peak_bytes": 1024, "step_seconds": 2.0, "steps": 1200},
-    ]
-    lines = printed(write(tmp_path / "a.json", rows)).splitlines()
-    assert lines[3:] == [
-        "W",
-        "          peak, tracked  of baseline      kept  of plain    step  steps",
-        "baseline       2.00 KiB         1.00  1.00 KiB      1.00       -      -",
-        "[red]x?        1.00 KiB         0.50         -         -  2.00 s  1,200",
-        "",
-    ]

@@ -21,14 +21,14 @@ class Mutation:
     Attributes:
         place: Module within the package and function in it: ``"core.host.transfers:StreamCopies.send"``.
         old: Lines of the function, without their common indentation.
-        new: What they become.
         workload: A program that is wrong then.
+        new: What they become.
     """
 
     place: str
     old: str
-    new: str
     workload: Workload
+    new: str = "pass"
 
     @property
     def lines(self) -> tuple[int, int]:

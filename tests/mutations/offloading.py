@@ -50,17 +50,6 @@ def steps_offloaded() -> list[Tensor]:
     return _steps(window_bytes=0)
 
 
-def steps_with_a_window() -> list[Tensor]:
-    """Copies under way share a window; some are not over when they are asked back."""
-    with patient():
-        return _steps(window_bytes=8192)
-
-
-def steps_compressed() -> list[Tensor]:
-    """What comes back is made anew from 16 bit."""
-    return _steps(window_bytes=0, compress="bf16")
-
-
 def written_beside_its_copy() -> list[Tensor]:
     """A stage inside writes to what was saved, and is on its way."""
     with patient():

@@ -20,15 +20,6 @@ def test_a_seed_sets_the_generators_of_host_and_device():
     assert torch.sim.initial_seed() == 3
 
 
-def test_the_state_can_be_kept_and_brought_back():
-    state = torch.sim.get_rng_state()
-    first, second = drop(), drop()
-    torch.sim.set_rng_state(state)
-    assert torch.equal(drop(), first)
-    assert not torch.equal(first, second)
-    assert torch.equal(drop(), second)
-
-
 @pytest.mark.parametrize("draw", [drop, lambda: torch.rand(4, device="sim")], ids=["dropout", "rand"])
 def test_what_the_device_draws_leaves_the_hosts_generator_alone(draw):
     before = torch.get_rng_state()
@@ -37,17 +28,6 @@ def test_what_the_device_draws_leaves_the_hosts_generator_alone(draw):
     state = torch.sim.get_rng_state()
     torch.rand(3)
     assert torch.equal(torch.sim.get_rng_state(), state)
-
-
-def test_a_generator_can_be_given():
-    generator = torch.Generator("sim").manual_seed(3)
-    state = torch.sim.get_rng_state()
-    first = torch.rand(4, device="sim", generator=generator)
-    assert generator.device.type == "sim"
-    assert torch.equal(torch.rand(4, device="sim", generator=generator.manual_seed(3)), first)
-    assert torch.equal(torch.sim.get_rng_state(), state)
-    other = generator.clone_state()
-    assert torch.equal(torch.rand(4, device="sim", generator=other), torch.rand(4, device="sim", generator=generator))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -65,10 +45,3 @@ def test_a_checkpoint_draws_the_same_mask_again(use_reentrant):
     assert len(masks) == 2
     assert torch.equal(*masks)
     assert torch.equal(x.grad, masks[0])
-
-
-def test_a_fork_of_the_generators_forks_the_devices():
-    state = torch.sim.get_rng_state()
-    with torch.random.fork_rng(devices=[0], device_type="sim"):
-        drop()
-    assert torch.equal(torch.sim.get_rng_state(), state)

@@ -56,6 +56,7 @@ _SETTINGS = {
     "TCPTimeout": 2,
     "MessageTimeout": 5,
     "UnkillableStepTimeout": 10,
+    "KillWait": 5,  # seconds between SIGTERM and SIGKILL to a job that is cancelled or has reached its time limit
     "OverTimeLimit": 0,
     "JobRequeue": 1,
     "EnforcePartLimits": "ALL",  # what can never run is refused by sbatch instead of waiting for ever
@@ -91,60 +92,6 @@ def read_environments() -> Iterator[tuple[int, dict[str, str]]]:
             yield int(folder.name), dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def find_parent(process: int) -> int:
-    """Id of the parent of a process; 0 if it has ended meanwhile."""
-    status = _read_status(process)
-    return int(status[1]) if status else 0
-
-
-def is_running(process: int) -> bool:
-    """Whether it still does something; the dead whom nobody has buried do not."""
-    return _read_status(process)[:1] not in ([], ["Z"], ["X"])
-
-
-def _read_status(process: int) -> list[str]:
-    """State, parent and more."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-class Daemon:
-    """A program in the foreground, in a session of its own."""
-
-    def __init__(
-        self, entrance: Sequence[str], program: Sequence[str], environment: Mapping[str, str], log: Path
-    ) -> None:
-        # It dies with its parent: with us, or with the nsenter that only waits for it and is all that we could kill
-        self.command = [*entrance, "setpriv", "--pdeathsig", "KILL", *program]
-        self._environment, self.log = environment, log
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def start(self) -> None:
-        if self.is_alive:
-            raise RuntimeError(f"{self.command[-1]} is running already.")
-        with self.log.open("ab") as output:
-            self._process = subprocess.Popen(
-                self.command,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for pytest, which ends us in its own order
-            )
-
-    def kill(self) -> None:
-        """As in a crash."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-
 class Cluster:
     """A cluster that lives as long as the ``with`` block.
 
@@ -153,32 +100,14 @@ class Cluster:
     Args:
         num_nodes: Nodes are called ``node1``, ``node2`` and so on.
         cpus_per_node: What each node claims to have.
-        kill_wait: Seconds between SIGTERM and SIGKILL to a job that is cancelled or has reached its time limit.
-        grace_time: Seconds between the signal that announces a preemption and the requeue.
-        preempt_send_user_signal: Whether a job of ``low`` that asked for one (``sbatch --signal``) gets its own signal
-            instead of SIGTERM when it is preempted.
-        settings: Further lines of slurm.conf.
     """
 
-    controller_host = socket.gethostname().partition(".")[0]  # slurmctld compares it with `hostname -s`
-
-    def __init__(
-        self,
-        num_nodes: int = 2,
-        cpus_per_node: int = 4,
-        *,
-        kill_wait: int = 5,
-        grace_time: int = 10,
-        preempt_send_user_signal: bool = True,
-        settings: Mapping[str, object] | None = None,
-    ) -> None:
+    def __init__(self, num_nodes: int = 2, cpus_per_node: int = 4) -> None:
         self.nodes = [f"node{number}" for number in range(1, num_nodes + 1)]
-        self.cpus_per_node, self.grace_time = cpus_per_node, grace_time
-        self._settings = _SETTINGS | {"KillWait": kill_wait} | dict(settings or {})
-        if preempt_send_user_signal:
-            self._settings["SlurmctldParameters"] = "preempt_send_user_signal"
+        self.cpus_per_node = cpus_per_node
         self._owner = os.getpid()
-        self._daemons: dict[str, Daemon] = {}
+        self._commands: dict[str, tuple[str, ...]] = {}  # of the daemons, by name
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._last_descriptions: dict[str, dict[str, str]] = {}
 
     # --- life
@@ -204,11 +133,10 @@ class Cluster:
             return
         with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
             self.end_jobs()
-        for daemon in reversed(self._daemons.values()):
-            daemon.kill()
+        for daemon in reversed(self._daemons):
+            self._kill_daemon(daemon)
         # what they have started: slurmstepd, tasks, waiting clients
         is_true_within(10, lambda: not self._kill(process for process, _ in self._own_processes()))
-        self._remove_network()
         shutil.rmtree(self.folder)
         atexit.unregister(self.stop)
 
@@ -219,31 +147,41 @@ class Cluster:
         (self.folder / "slurmctld").mkdir()
         for node in self.nodes:
             (self.folder / f"spool.{node}").mkdir()
-        self._add_network()
         self.configuration.write_text(self._render())
         gpus = "".join(f"Name=gpu File={file}\n" for file in _DEVICE_FILES)
         (self.folder / "gres.conf").write_text(gpus)
         # --force: a parent folder may be writable for a group
         files = [f"--{kind}={self.folder}/munge.{kind}" for kind in ("key-file", "socket", "pid-file", "seed-file")]
-        self._add_daemon("munged", [], "munged", "--foreground", "--force", *files)
-        self._add_daemon("slurmctld", self._enter_controller(), "slurmctld", "-D")
-        for node in self.nodes:
-            self._add_daemon(node, self._enter_node(node), "slurmd", "-D", "-N", node)
-        for daemon in self._daemons.values():
-            daemon.start()
-        is_true_within(30, lambda: self._has_lost_daemons() or self._is_ready())
-        if self._has_lost_daemons() or not self._is_ready():
+        self._commands = {"munged": ("munged", "--foreground", "--force", *files), "slurmctld": ("slurmctld", "-D")}
+        self._commands |= {node: ("slurmd", "-D", "-N", node) for node in self.nodes}
+        for name in self._commands:
+            self._start_daemon(name)
+        if not is_true_within(30, self._is_ready):
             raise RuntimeError(f"the nodes of the cluster did not become idle.\n{self._tails()}")
 
     def _is_ready(self) -> bool:
-        return all(self.node_state(node) == "idle" for node in self.nodes)
+        states = self.run("sinfo", "--noheader", "--partition=main", "--Node", "--format=%t", check=False)
+        return states.split() == ["idle"] * len(self.nodes)
 
-    def _has_lost_daemons(self) -> bool:
-        return not all(daemon.is_alive for daemon in self._daemons.values())
+    def _start_daemon(self, name: str) -> None:
+        with (self.folder / f"{name}.log").open("ab") as output:
+            self._daemons[name] = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *self._commands[name]],  # it dies with us
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for pytest, which ends us in its own order
+            )
+
+    def _kill_daemon(self, name: str) -> None:
+        """As in a crash."""
+        self._daemons[name].kill()
+        self._daemons[name].wait()
 
     def end_jobs(self) -> None:
         """End all jobs within moments, whatever they do about it."""
-        if not (self._daemons.get("slurmctld") and self._daemons["slurmctld"].is_alive):
+        if "slurmctld" not in self._daemons or self._daemons["slurmctld"].poll() is not None:
             return
         if jobs := self.run("squeue", "--noheader", "--format=%A").split():
             self.run("scancel", *jobs, check=False)
@@ -265,28 +203,6 @@ class Cluster:
             if variables.get("SLURM_CONF") == str(self.configuration):
                 yield process, variables
 
-    def _add_daemon(self, name: str, entrance: Sequence[str], *program: str) -> None:
-        self._daemons[name] = Daemon(entrance, program, self.environment, self.folder / f"{name}.log")
-
-    # --- what a subclass changes
-
-    def _add_network(self) -> None:
-        ports = [str(port) for port in find_free_ports(1 + len(self.nodes))]
-        address = socket.gethostbyname(socket.gethostname())
-        # the daemons then listen at this address alone, which is the one that the host name has
-        self._settings |= {"CommunicationParameters": "NoInAddrAny,NoCtldInAddrAny", "SlurmctldPort": ports[0]}
-        self._addresses = {node: f"{address} Port={port}" for node, port in zip(self.nodes, ports[1:], strict=True)}
-        self._controller_address = address
-
-    def _remove_network(self) -> None:
-        """There is none of our own."""
-
-    def _enter_controller(self) -> list[str]:
-        return []
-
-    def _enter_node(self, node: str) -> list[str]:
-        return []
-
     # --- settings
 
     @property
@@ -301,10 +217,15 @@ class Cluster:
 
     def _render(self) -> str:
         user = pwd.getpwuid(os.getuid()).pw_name
+        controller_port, *ports = find_free_ports(1 + len(self.nodes))
+        host = socket.gethostname()
+        address = socket.gethostbyname(host)  # the daemons listen there alone
         partition = f"Nodes={','.join(self.nodes)} MaxTime=INFINITE State=UP"
         settings = {
             "ClusterName": self.folder.name,
-            "SlurmctldHost": f"{self.controller_host}({self._controller_address})",
+            "SlurmctldHost": f"{host.partition('.')[0]}({address})",  # slurmctld compares it with `hostname -s`
+            "SlurmctldPort": controller_port,
+            "CommunicationParameters": "NoInAddrAny,NoCtldInAddrAny",
             "SlurmUser": user,
             "SlurmdUser": user,
             # cred_expire is also how long a requeued job waits before it may start again; less than 5 counts as 120
@@ -313,16 +234,16 @@ class Cluster:
             "SlurmdSpoolDir": self.folder / "spool.%n",
             "SlurmctldPidFile": self.folder / "slurmctld.pid",
             "SlurmdPidFile": self.folder / "%n.pid",
-        } | self._settings
+        } | _SETTINGS
         lines = [f"{name}={value}" for name, value in settings.items()]
         lines += [
-            f"NodeName={node} NodeHostname={node} NodeAddr={self._addresses[node]} "
+            f"NodeName={node} NodeHostname={node} NodeAddr={address} Port={port} "
             f"CPUs={self.cpus_per_node} RealMemory=4000 Gres=gpu:{len(_DEVICE_FILES)} State=UNKNOWN"
-            for node in self.nodes
+            for node, port in zip(self.nodes, ports, strict=True)
         ]
         lines += [
             f"PartitionName=main {partition} PriorityTier=5 PreemptMode=off Default=YES",
-            f"PartitionName=low {partition} PriorityTier=1 PreemptMode=requeue GraceTime={self.grace_time}",
+            f"PartitionName=low {partition} PriorityTier=1 PreemptMode=requeue GraceTime=10",
             f"PartitionName=high {partition} PriorityTier=10 PreemptMode=off",
         ]
         return "\n".join(lines) + "\n"
@@ -332,7 +253,7 @@ class Cluster:
     def run(self, *command: str, check: bool = True, env: Mapping[str, str] | None = None) -> str:
         """Run a SLURM client and return what it prints; its errors too, if failure is no error (``check=False``)."""
         result = subprocess.run(
-            [*self._enter_controller(), *command],
+            command,
             env=self.environment | dict(env or {}),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -391,39 +312,14 @@ class Cluster:
         """Send a signal to the steps of a job; ``--batch`` and ``--full`` are the options that change whom."""
         self.run("scancel", f"--signal={name}", *options, str(job))
 
-    def cancel(self, job: int | str) -> None:
-        self.run("scancel", str(job))
-
-    def requeue(self, job: int | str) -> None:
-        """It starts again after 6 s; before that, its nodes would take it for the run that has just been ended."""
-        self.run("scontrol", "requeue", str(job))
-
-    def limit_time(self, job: int | str, minutes: int) -> None:
-        self.run("scontrol", "update", f"jobid={job}", f"timelimit={minutes}")
-
-    def processes(self, job: int, rank: int | None = None, node: str | None = None) -> list[int]:
-        """Ids of the tasks that srun has started, without the processes they have started themselves."""
-        own = dict(self._own_processes())
-        return sorted(
-            process
-            for process, variables in own.items()
-            if _is_task(variables, job, rank, node) and not _is_task(own.get(find_parent(process), {}), job, rank, node)
-        )
-
     # --- nodes and daemons
-
-    def node_state(self, node: str) -> str:
-        """As sinfo says it: "idle", "alloc", "down"; with a star if the node does not answer."""
-        return self.run(
-            "sinfo", "--noheader", "--partition=main", f"--nodes={node}", "--format=%t", check=False
-        ).strip()
 
     def kill_slurmd(self, node: str) -> None:
         """The tasks of the node go on without it."""
-        self._daemons[node].kill()
+        self._kill_daemon(node)
 
     def start_slurmd(self, node: str) -> None:
-        self._daemons[node].start()
+        self._start_daemon(node)
 
     def wait_until_saved(self, job: int | str) -> None:
         """Return when slurmctld has written down what it knows of a job: within 5 s, and a crash forgets the rest."""
@@ -438,19 +334,16 @@ class Cluster:
 
         self.wait_until(is_saved, job, 10, "was not saved")
 
-    def kill_slurmctld(self) -> None:
-        self._daemons["slurmctld"].kill()
-
-    def start_slurmctld(self) -> None:
-        """Start it again; return when it answers."""
-        self._daemons["slurmctld"].start()
+    def crash_slurmctld(self) -> None:
+        """Kill it and start it again; return when it answers."""
+        self._kill_daemon("slurmctld")
+        self._start_daemon("slurmctld")
         if not is_true_within(30, lambda: "is UP" in self.run("scontrol", "ping", check=False)):
             raise RuntimeError(f"slurmctld did not answer after 30 s.\n{self._tails()}")
 
     def _tails(self) -> str:
         """The last lines of all logs."""
-        logs = [daemon.log for daemon in self._daemons.values() if daemon.log.exists()]
-        texts = [(log.name, log.read_text(errors="replace").splitlines()[-15:]) for log in logs]
+        texts = [(log.name, log.read_text(errors="replace").splitlines()[-15:]) for log in self.folder.glob("*.log")]
         return "\n".join(line for name, lines in texts for line in [f"--- {name}", *lines])
 
 
@@ -460,11 +353,3 @@ def _make_folder() -> Path:
     folder = Path(tempfile.mkdtemp(dir=parent, prefix="lv"))
     folder.chmod(0o711)  # munged wants its socket to be reachable
     return folder
-
-
-def _is_task(variables: Mapping[str, str], job: int, rank: int | None, node: str | None) -> bool:
-    wanted = {"SLURM_JOB_ID": str(job)}
-    wanted |= {} if rank is None else {"SLURM_PROCID": str(rank)}
-    wanted |= {} if node is None else {"SLURMD_NODENAME": node}
-    # the batch script has a SLURM_PROCID as well
-    return "SLURM_STEP_ID" in variables and all(variables.get(name) == value for name, value in wanted.items())

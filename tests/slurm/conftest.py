@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from slurm.cluster import Cluster, find_missing
-from slurm.node_namespaces import NamespaceCluster, lacks_namespaces
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
@@ -29,18 +28,9 @@ def cluster(needs_cluster: None) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def namespace_cluster(needs_cluster: None) -> Iterator[NamespaceCluster]:
-    """Two nodes that can be unplugged and switched off."""
-    if reason := lacks_namespaces():
-        pytest.skip(reason)
-    with NamespaceCluster() as cluster:
-        yield cluster
-
-
 @pytest.fixture(autouse=True)
 def leave_clusters_idle(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test's jobs end with it."""
     yield
-    for name in {"cluster", "namespace_cluster"} & set(request.fixturenames):
-        request.getfixturevalue(name).end_jobs()
+    if "cluster" in request.fixturenames:
+        request.getfixturevalue("cluster").end_jobs()

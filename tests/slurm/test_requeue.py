@@ -1,20 +1,16 @@
 """Trainings that SLURM interrupts end with the weights of one that it does not. Real jobs of two nodes, on the CPU."""
 
-import os
 import random
-import re
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from slurm.cluster import Cluster
-from slurm.training import OVER, PATIENCE, ROOT, Training, assert_close, python_environment
+from slurm.training import OVER, PATIENCE, Training, assert_close
 
 pytestmark = pytest.mark.timeout(600)  # several starts of Python and torch, on a machine that does other things, too
 
-STRATEGIES = ["ddp", "sharded"]
 Whole = Callable[[str], Training]
 
 
@@ -34,39 +30,30 @@ def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return run
 
 
-def preempt(training: Training, times: int) -> None:
-    """Signal at random moments of as many starts."""
-    for start in range(1, times + 1):
-        training.wait_for_start(start)
-        time.sleep(random.random() * 0.3)  # the moment is what is tried
-        training.cluster.signal(training.job, "USR1")
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_nodes_train_what_one_does(cluster: Cluster, whole: Whole, tmp_path: Path, strategy: str) -> None:
-    (first, second) = (whole(strategy).events("start", rank)[0] for rank in (0, 1))
+def test_two_nodes_train_what_one_does(cluster: Cluster, whole: Whole, tmp_path: Path) -> None:
+    (first, second) = (whole("sharded").events("start", rank)[0] for rank in (0, 1))
     assert first["environment"] == second["environment"] == "SLURMEnvironment"
     assert (first["world_size"], first["node_rank"], first["node"]) == (2, 0, "node1")
     assert (second["world_size"], second["node_rank"], second["node"]) == (2, 1, "node2")
     assert first["address"] == second["address"]
     options = ("--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=2")
-    one = Training(cluster, tmp_path / "one", "--strategy", strategy, sbatch_options=options)
+    one = Training(cluster, tmp_path / "one", "--strategy", "sharded", sbatch_options=options)
     assert one.end() == "COMPLETED", one.output
     assert {one.events("start", rank)[0]["node"] for rank in (0, 1)} == {one.events("start")[0]["node"]}
-    assert_close(one.weights, whole(strategy).weights)
+    assert_close(one.weights, whole("sharded").weights)
 
 
-@pytest.mark.parametrize(("strategy", "times"), [("ddp", 2), ("sharded", 1)])
-def test_a_signal_requeues_the_job_and_nothing_is_lost(
-    cluster: Cluster, whole: Whole, tmp_path: Path, strategy: str, times: int
-) -> None:
-    training = Training(cluster, tmp_path / "run", "--strategy", strategy, "--num_workers", 1)
-    preempt(training, times)
+def test_a_signal_requeues_the_job_and_nothing_is_lost(cluster: Cluster, whole: Whole, tmp_path: Path) -> None:
+    training = Training(cluster, tmp_path / "run", "--strategy", "sharded", "--num_workers", 1)
+    for start in (1, 2):
+        training.wait_for_start(start)
+        time.sleep(random.random() * 0.3)  # the moment is what is tried
+        cluster.signal(training.job, "USR1")
     assert training.end() == "COMPLETED", training.output
-    assert cluster.restarts(training.job) == times
+    assert cluster.restarts(training.job) == 2
     stops = [[event["step"] for event in training.events("stop", rank)] for rank in (0, 1)]
     assert stops[0] == stops[1] == [event["step"] for event in training.events("start")][1:]
-    assert_close(training.weights, whole(strategy).weights, tolerance=0)
+    assert_close(training.weights, whole("sharded").weights, tolerance=0)
     assert not (tmp_path / "run" / "slurm_requeue").exists()
 
 
@@ -74,7 +61,8 @@ def test_a_time_limit_is_told_and_gone_on_from(cluster: Cluster, whole: Whole, t
     limits = ("--time=1", "--signal=USR1@30")  # minutes, and the shortest notice of a SLURM that looks every 30 s
     training = Training(cluster, tmp_path / "run", "--step_seconds", 1, sbatch_options=limits)  # 120 of them
     training.wait_for_start(2)
-    cluster.limit_time(training.job, minutes=30)  # a busy machine might need all of one for each start
+    # a busy machine might need all of one minute for each start
+    cluster.run("scontrol", "update", f"jobid={training.job}", "timelimit=30")
     assert training.end() == "COMPLETED", training.output
     assert cluster.restarts(training.job) == len(training.events("stop")) > 0
     assert f"SlurmRequeue: SIGUSR1 at step {training.events('stop')[0]['step']}: " in training.output
@@ -96,17 +84,15 @@ def test_an_element_of_an_array_comes_back_alone(cluster: Cluster, whole: Whole,
     assert_close(training.weights, whole("ddp").weights, tolerance=0)
 
 
-def test_a_job_that_is_preempted_comes_back(whole: Whole, tmp_path: Path) -> None:
+def test_a_job_that_is_preempted_comes_back(cluster: Cluster, whole: Whole, tmp_path: Path) -> None:
     script = tmp_path / "urgent.sh"
     script.write_text("#!/bin/bash\nexit 0\n")
-    with Cluster(preempt_send_user_signal=False) as cluster:  # SIGTERM, as SLURM does it where nobody has set otherwise
-        options = ("--partition=low",)
-        low = Training(cluster, tmp_path / "low", "--strategy", "sharded", sbatch_options=options)
-        low.wait_for_start()
-        urgent = cluster.submit(script, "--partition=high", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent")
-        assert cluster.wait(urgent, "COMPLETED", "FAILED", timeout=PATIENCE) == "COMPLETED"
-        assert low.end() == "COMPLETED", low.output
-        assert f"SlurmRequeue: SIGTERM at step {low.events('stop')[0]['step']}: " in low.output
+    low = Training(cluster, tmp_path / "low", "--strategy", "sharded", sbatch_options=("--partition=low",))
+    low.wait_for_start()
+    urgent = cluster.submit(script, "--partition=high", "--nodes=2", "--exclusive", f"--output={tmp_path}/urgent")
+    assert cluster.wait(urgent, "COMPLETED", "FAILED", timeout=PATIENCE) == "COMPLETED"
+    assert low.end() == "COMPLETED", low.output
+    assert f"SlurmRequeue: SIGTERM at step {low.events('stop')[0]['step']}: " in low.output
     assert [event["step"] for event in low.events("start")][1:] == [event["step"] for event in low.events("stop")]
     assert_close(low.weights, whole("sharded").weights, tolerance=0)
 
@@ -114,7 +100,7 @@ def test_a_job_that_is_preempted_comes_back(whole: Whole, tmp_path: Path) -> Non
 def test_a_job_that_is_cancelled_stays_so(cluster: Cluster, tmp_path: Path) -> None:
     training = Training(cluster, tmp_path / "run", "--max_steps", 100_000)
     training.wait_for_start()
-    cluster.cancel(training.job)
+    cluster.run("scancel", str(training.job))
     assert training.end() == "CANCELLED"
     assert f"job {training.job} was cancelled and is not requeued." in training.output
     assert cluster.restarts(training.job) == 0
@@ -140,24 +126,11 @@ def test_a_rank_that_is_killed_ends_the_job_with_our_message_and_the_next_one_go
     assert_close(again.weights, whole("sharded").weights, tolerance=0)
 
 
-def test_a_rank_that_hangs_ends_the_job_after_the_timeout(cluster: Cluster, tmp_path: Path) -> None:
-    options = ("--strategy", "sharded", "--max_steps", 100_000, "--timeout", 15)
-    training = Training(cluster, tmp_path / "run", *options)
-    training.wait_for_start()
-    (process,) = cluster.processes(training.job, rank=1)
-    os.kill(process, signal.SIGSTOP)
-    assert training.end() == "FAILED"
-    (error,) = training.events("stop")
-    assert re.match(r"LostPeerError: Rank 0 of 2 on \S+, step \d+, .*, lost another rank: ", error["error"])
-    assert error["error"] in training.output
-
-
 def test_a_node_and_a_controller_that_are_lost_and_come_back(cluster: Cluster, whole: Whole, tmp_path: Path) -> None:
     training = Training(cluster, tmp_path / "run", "--save_every", 20, "--step_seconds", 0.2)
     training.wait_for_start()
     cluster.wait_until_saved(training.job)
-    cluster.kill_slurmctld()
-    cluster.start_slurmctld()
+    cluster.crash_slurmctld()
     cluster.wait_until(
         lambda: (tmp_path / "run" / "checkpoints" / "last.ckpt").exists(), training.job, 150, "saved nothing"
     )
@@ -167,39 +140,3 @@ def test_a_node_and_a_controller_that_are_lost_and_come_back(cluster: Cluster, w
     assert training.end() == "COMPLETED", training.output
     assert training.events("start")[-1]["step"] >= 20
     assert_close(training.weights, whole("ddp").weights, tolerance=0)
-
-
-@pytest.mark.parametrize(
-    ("sbatch_options", "options", "message"),
-    [
-        (
-            ("--job-name=bash",),
-            (),
-            "The SLURM job is named 'bash': Lightning treats such a job as an interactive session, and its 2 "
-            "tasks would not connect. Rename it: '#SBATCH --job-name=train'.",
-        ),
-        (
-            (),
-            ("--dirpath", "/tmp/lightning_vram_{node}"),
-            "rank 1 does not see what rank 0 has made there. Give a folder that all nodes share: "
-            "SlurmRequeue(dirpath=...), or the trainer's default_root_dir.",
-        ),
-    ],
-    ids=["job named bash", "folder of one node"],
-)
-def test_a_job_that_could_not_work_fails_at_once_and_says_what_to_change(
-    cluster: Cluster, tmp_path: Path, sbatch_options: tuple[str, ...], options: tuple[str, ...], message: str
-) -> None:
-    training = Training(cluster, tmp_path / "run", *options, sbatch_options=sbatch_options)
-    assert training.end() == "FAILED"
-    assert message in training.output
-    assert not training.events("start")
-
-
-def test_a_command_without_srun_is_told_to_have_one(cluster: Cluster, tmp_path: Path) -> None:
-    script = tmp_path / "without.sh"
-    script.write_text(f"#!/bin/bash\nlightning-vram fit --config {ROOT}/configs/quickstart.yaml\n")
-    options = ("--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/output")
-    job = cluster.submit(script, *options, env=python_environment(cluster))
-    assert cluster.wait(job, "FAILED", "COMPLETED", timeout=PATIENCE) == "FAILED"
-    assert "The SLURM job has 2 tasks, and this process was not started by srun" in cluster.output(job)

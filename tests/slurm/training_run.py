@@ -84,17 +84,12 @@ class Events(Callback):
         )
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == 1:
-            self.write(event="step", step=1)
         if trainer.global_step == self.die_at and trainer.global_rank == 1:
             self.write(event="die", step=trainer.global_step)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, error: BaseException) -> None:
         self.write(event="stop", step=trainer.global_step, error=f"{type(error).__name__}: {error}")
-
-    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.write(event="end", step=trainer.global_step)
 
 
 def main() -> None:
@@ -108,16 +103,13 @@ def main() -> None:
     parser.add_argument("--die_at", type=int, default=-1, help="step after which rank 1 is killed")
     parser.add_argument("--clear_up_seconds", type=float, default=0, help="what follows a fit, even one that failed")
     parser.add_argument("--timeout", type=float, default=60, help="seconds that ranks of fsdp_offload wait")
-    parser.add_argument("--dirpath", default=None, help="of SlurmRequeue; {node} is the name of the node")
     arguments = parser.parse_args()
     root = arguments.root
-    node = os.environ.get("SLURMD_NODENAME", "")
-    dirpath = arguments.dirpath and arguments.dirpath.format(node=node)
     torch.set_num_threads(1)
     pl.seed_everything(1)
     callbacks: list[Callback] = [
         Events(root / f"events.{os.environ.get('SLURM_PROCID', '0')}.jsonl", arguments.die_at),
-        SlurmRequeue(dirpath),
+        SlurmRequeue(),
     ]
     if arguments.save_every:
         folder = root / "checkpoints"
