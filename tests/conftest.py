@@ -102,6 +102,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_slow(config, items)
+    with_slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in with_slow)  # no worker begins a long test when the others are done
     _select_by_device(config, items)
     if config.option.slow_sample is not None:
         _sample_slow(config, items, config.option.slow_sample)

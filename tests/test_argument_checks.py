@@ -43,11 +43,3 @@ def test_refuses_what_is_no_choice():
         check_choice("A(b)", "z", ("x", "y", None))
     with pytest.raises(TypeError, match=r"^A\(b\) must be 'x', got 3 of type int\.$"):
         check_choice("A(b)", 3, ("x",))
-
-
-def test_accepts_what_is_right():
-    check_positive_int("A(b)", 1)
-    check_bool("A(b)", False)
-    check_kind("A(b)", "here", str | Path | None, "a path or None")
-    check_number("A(b)", 0.5, int | float, "a number", at_least=0)
-    check_choice("A(b)", None, ("x", "y", None))

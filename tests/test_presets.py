@@ -12,9 +12,7 @@ from lightning_vram.demos import ByteGPT
 
 SMALL = {
     "lightning_vram.demos.ByteGPT": [
-        "--model.init_args.num_layers=2",
-        "--model.init_args.width=16",
-        "--model.init_args.sequence_length=32",
+        *("--model.init_args.num_layers=2", "--model.init_args.width=16", "--model.init_args.sequence_length=32"),
         "--data.init_args.batch_size=2",
     ],
     "lightning_vram.demos.DigitsResNet": ["--model.init_args.width=4", "--data.init_args.batch_size=4"],
@@ -65,13 +63,8 @@ def small(path: Path) -> list[str]:
 
 
 def test_the_presets_are_told_from_the_parts():
-    assert {path.stem for path in PRESETS} >= {
-        "single_gpu",
-        "fsdp_offload",
-        "gpt_lean",
-        "cnn_lean",
-        "slurm_fsdp_offload",
-    }
+    whole = {"single_gpu", "fsdp_offload", "gpt_lean", "cnn_lean", "slurm_fsdp_offload"}
+    assert {path.stem for path in PRESETS} >= whole
     assert {path.stem for path in CONFIGS} - {path.stem for path in PRESETS} >= {"quickstart", "slurm_requeue"}
 
 
@@ -84,11 +77,6 @@ def test_a_preset_is_a_whole_run_that_writes_where_it_runs(path, tmp_path):
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_the_page_beside_names_each_preset(path):
-    assert f"]({path.name})" in (ROOT / "configs" / "README.md").read_text()
-
-
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_says_its_folder_once(path, capsys):
     result = read(f"--config={path}", "--trainer.default_root_dir=elsewhere", capsys=capsys)
     assert result["trainer"]["logger"]["init_args"]["save_dir"] == "elsewhere"
@@ -96,25 +84,21 @@ def test_a_preset_says_its_folder_once(path, capsys):
 
 
 def test_the_sizes_of_a_job_arrive_as_numbers(monkeypatch, capsys):
+    trainer = read(config("slurm_fsdp_offload"), capsys=capsys)["trainer"]
+    assert (trainer["num_nodes"], trainer["devices"]) == (1, 1)  # outside of a job
     monkeypatch.setenv("SLURM_NNODES", "2")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "4")
     trainer = read(config("slurm_fsdp_offload"), capsys=capsys)["trainer"]
     assert (trainer["num_nodes"], trainer["devices"]) == (2, 4)
 
 
-def test_outside_of_a_job_there_is_one_process(capsys):
-    trainer = read(config("slurm_fsdp_offload"), capsys=capsys)["trainer"]
-    assert (trainer["num_nodes"], trainer["devices"]) == (1, 1)
-
-
 @pytest.mark.parametrize(
     ("variables", "folder"),
     [
-        ({}, "runs/local"),
         ({"SLURM_JOB_ID": "17"}, "runs/17"),
         ({"SLURM_JOB_ID": "17", "RUN_DIR": "/shared/a run"}, "/shared/a run"),
     ],
-    ids=["no job", "job", "named"],
+    ids=["job", "named"],
 )
 def test_a_job_has_one_folder_over_all_restarts(variables, folder, monkeypatch, capsys):
     for name, value in variables.items():
@@ -146,11 +130,8 @@ def test_a_job_that_comes_back_goes_on_from_its_last_step(monkeypatch, tmp_path)
 def test_a_list_with_a_plus_is_added_to_that_of_the_preset(capsys):
     own = write("trainer:\n  callbacks+:\n    - lightning_vram.InPlaceFusion\n    - lightning_vram.ActivationOffload\n")
     preset = callbacks_of(read(config("single_gpu"), capsys=capsys))
-    assert callbacks_of(read(config("single_gpu"), own, capsys=capsys)) == [
-        *preset,
-        "InPlaceFusion",
-        "ActivationOffload",
-    ]
+    added = ["InPlaceFusion", "ActivationOffload"]
+    assert callbacks_of(read(config("single_gpu"), own, capsys=capsys)) == preset + added
 
 
 def test_the_command_line_adds_to_the_list_of_the_preset(capsys):

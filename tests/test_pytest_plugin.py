@@ -8,11 +8,22 @@ from pathlib import Path
 
 import pytest
 import pytest_lightning_vram
-from test_plain_torch import HIDDEN, HIDE
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = os.pathsep.join(map(str, (ROOT, ROOT / "lightning_vram" / "pytest_entry")))
 
+HIDE = """
+import runpy, sys
+from importlib.machinery import PathFinder
+class Hiding(PathFinder):  # torch 2.15 finds its backends by entry points, for which finders are asked, too
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        hidden = {"lightning", "pytorch_lightning", "torchmetrics", "jsonargparse", "omegaconf", "rich"}
+        return None if name.partition(".")[0] in hidden else PathFinder.find_spec(name, path, target)
+sys.meta_path[:] = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
+sys.argv[:] = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 ONLY_NAMED = ("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # else it is there twice where the package is installed
 PROJECT = """
 import os
@@ -91,7 +102,7 @@ def test_a_peak_that_has_grown_by_a_tenth_fails_and_says_what_to_do(run, tmp_pat
     assert peaks(tmp_path) == before  # so that the next run fails as well
 
 
-@pytest.mark.parametrize(("size", "code"), [(101_000, 0), (101_100, 1), (90_000, 0)])
+@pytest.mark.parametrize(("size", "code"), [(101_000, 0), (101_100, 1)])
 def test_the_tolerance_is_one_percent(run, size, code):
     run(100_000, "--vram-baseline=peaks.json")
     assert run(size, "--vram-baseline=peaks.json")[0] == code
@@ -141,45 +152,22 @@ def test_a_file_of_something_else_is_refused(run, tmp_path, text, message):
     assert f"peaks.json is not a --vram-baseline file: {message}" in output
 
 
-def run_alone(folder, *command, size=100_000):
+def run_alone(folder, *command):
     (folder / "test_sample.py").write_text(PROJECT)
-    environment = {**os.environ, "PYTHONPATH": FOLDERS, "PYTHONWARNINGS": "ignore", "SIZE": str(size)}
+    environment = {**os.environ, "PYTHONPATH": FOLDERS, "PYTHONWARNINGS": "ignore", "SIZE": "100000"}
     environment |= dict([ONLY_NAMED])
-    command = [sys.executable, *map(str, command)]
+    command = [sys.executable, *command]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
-def test_in_a_process_of_its_own_an_equal_run_passes_and_a_tenth_more_fails(tmp_path):
-    command = ["-m", "pytest", "-p", "pytest_lightning_vram", "--rootdir=.", "--vram-baseline=peaks.json"]
-    held = {"test_step": 800_008, "test_other": 8008, "test_other#2": 16_008}
-    (tmp_path / "peaks.json").write_text(json.dumps({f"test_sample.py::{name}": peak for name, peak in held.items()}))
-    done = run_alone(tmp_path, *command, size=110_000)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert f"peak memory of 3 blocks compared with {tmp_path / 'peaks.json'}" in done.stdout
-    assert "1 failed, 2 passed" in done.stdout
-    assert "test_sample.py::test_step: peak memory has grown by 10.00 %" in done.stdout
-
-
-@pytest.mark.slow
-def test_workers_of_xdist_share_one_file(tmp_path):
-    command = [
-        "-m",
-        "pytest",
-        "-p",
-        "pytest_lightning_vram",
-        "-p",
-        "xdist.plugin",
-        "-n",
-        "2",
-        "--rootdir=.",
-        "--vram-baseline=peaks.json",
-    ]
-    assert "3 passed" in run_alone(tmp_path, *command).stdout
+def test_workers_of_xdist_share_one_file(run, tmp_path):
+    plugins = ["-p", "pytest_lightning_vram", "-p", "xdist.plugin"]
+    done = run_alone(tmp_path, "-m", "pytest", *plugins, "-n", "2", "--rootdir=.", "--vram-baseline=peaks.json")
+    assert "3 passed" in done.stdout, done.stdout + done.stderr
     assert len(peaks(tmp_path)) == 3
-    done = run_alone(tmp_path, *command, size=110_000)
-    assert "1 failed, 2 passed" in done.stdout
-    assert "grown by 10.00 %" in done.stdout
+    code, output = run(110_000, "--vram-baseline=peaks.json")
+    assert (code, "grown by 10.00 %" in output) == (1, True)
 
 
 @pytest.mark.slow
@@ -187,7 +175,7 @@ def test_works_where_lightning_is_hidden(tmp_path):
     (tmp_path / "main.py").write_text(
         "import sys, pytest\nsys.exit(pytest.main(['-p', 'pytest_lightning_vram', '--rootdir=.', '-q']))"
     )
-    done = run_alone(tmp_path, "-c", HIDE.replace("{hidden}", str(HIDDEN)), "main.py")
+    done = run_alone(tmp_path, "-c", HIDE, "main.py")
     assert "3 passed" in done.stdout, done.stdout + done.stderr
 
 

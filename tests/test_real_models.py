@@ -1,12 +1,18 @@
 """The four models on README.md's first screen: its rows are those of the program that it names."""
 
 import json
+import re
 
+import lightning.pytorch as pl
 import pytest
+import torch
 from support.pages import README, figures_hold
 from support.parts import ROOT
+from torch.utils._pytree import tree_map
 
-from tests.benchmarks.real_models import MODELS, as_row, measure
+import lightning_vram
+from lightning_vram import estimate_memory
+from tests.benchmarks.real_models import DEVICE, MODELS, as_row, measure
 
 ROWS = json.loads((ROOT / "tests" / "benchmarks" / "real_models.json").read_text())["rows"]
 
@@ -17,10 +23,34 @@ def test_the_readme_has_the_row_of_the_file(name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.skipif(not figures_hold(), reason="figures are of the pinned torch")
+@pytest.mark.parametrize("name", ["resnet-50", "unet-3d"])
+def test_the_program_still_finds_the_row(name):
+    pytest.importorskip("monai" if name == "unet-3d" else "transformers")
+    assert measure(name) == ROWS[name]
+
+
+def callbacks_of(features: str) -> list[pl.Callback]:
+    """Make them of a row's text: ``ActivationCheckpointing(budget=6.22GiB, remedies=recompute+offload)``."""
+    found = []
+    for name, arguments in re.findall(r"(\w+)(?:\((.*?)\))?(?: \+ |$)", features):
+        pairs = [argument.split("=") for argument in arguments.split(", ") if argument]
+        values = {key: value.split("+") if "+" in value else value for key, value in pairs}
+        found.append(getattr(lightning_vram, name)(**values))
+    return found
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.skipif(not figures_hold(), reason="figures are of the pinned torch")
-@pytest.mark.parametrize("name", MODELS)
-def test_the_program_still_finds_the_row(name):
-    pytest.importorskip("monai" if name == "unet-3d" else "peft")
-    assert measure(name) == ROWS[name]
+@pytest.mark.parametrize("name", ["llama-8b-lora", "llama-1b"])  # their plans take minutes
+def test_a_step_with_the_features_of_the_row_needs_its_memory(name):
+    pytest.importorskip("peft")
+    model, row = MODELS[name], ROWS[name]
+    with torch.device("meta"):
+        module, shapes = model.make()
+    batch = tree_map(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), shapes)
+    for callbacks, expected in (([], "baseline_bytes"), (callbacks_of(row["features"]), "peak_bytes")):
+        trainer = {**model.trainer, "callbacks": callbacks}
+        estimate = estimate_memory(module, batch, device=DEVICE, trainer=trainer, find_limits=False)
+        assert estimate.needed_bytes == row[expected]

@@ -8,17 +8,13 @@ import sys
 
 import lightning.pytorch as pl
 import pytest
-import torch
 import transformers
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from support.pages import code_in, commands_in, figures_hold, links_in, rows_of, section, title
 from support.parts import ROOT
-from torch import nn
 
 import lightning_vram
-from lightning_vram import ActivationCheckpointing
 from lightning_vram.cli import main
-from lightning_vram.demos import ByteGPT, SourceText
 from tests.benchmarks.suites.tokens import STEP, needed_bytes
 
 FOLDER = ROOT / "examples" / "situations"
@@ -110,21 +106,3 @@ def test_commands_run_and_print_what_is_shown(path, monkeypatch, tmp_path, capsy
         if figures_hold():
             printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
             assert [line for line in shown.splitlines() if line not in printed] == []
-
-
-def test_adapters_behind_a_frozen_embedding_train_alike_with_checkpointing(make_trainer):
-    data = SourceText(batch_size=2, sequence_length=32)
-
-    def train(*callbacks):
-        pl.seed_everything(0, verbose=False)
-        model = ByteGPT(num_layers=2, width=16, sequence_length=32).requires_grad_(False)
-        for block in model.net.blocks:
-            block.qkv = nn.Sequential(block.qkv, nn.Linear(48, 48))
-        before = [weight.clone() for weight in model.parameters()]
-        make_trainer(max_steps=2, max_epochs=-1, limit_val_batches=0, callbacks=[*callbacks]).fit(model, data)
-        return model, before
-
-    (plain, _), (packed, before) = train(), train(ActivationCheckpointing())
-    assert all(map(torch.equal, plain.parameters(), packed.parameters()))
-    moved = [not torch.equal(*pair) for pair in zip(packed.parameters(), before, strict=True)]
-    assert moved == ["qkv.1." in name for name, _ in packed.named_parameters()]

@@ -6,15 +6,7 @@ import pickle
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support.helpers import (
-    LateTiny,
-    LitManual,
-    LitTiny,
-    TinyGPT,
-    assert_equal_weights,
-    describe_module,
-    fail_in,
-)
+from support.helpers import LateTiny, LitManual, LitTiny, TinyGPT, describe_module, fail_in
 from support.pages import assert_documented
 from support.parts import AUTOMATIC_ONLY, CALLBACKS, KEEPS_RESULT, NEEDS_HEAD, ROOT, from_config, net_for, snake_case
 
@@ -45,65 +37,46 @@ def test_survives_copy_and_pickle(name):
     [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}],
     ids=["eager", "accumulation and clipping", "autocast"],
 )
-def test_training_is_unchanged(name, arguments, make_case, make_trainer):
-    callback = from_config(name)  # before the models: it draws random numbers
-    plain = make_case()
-    make_trainer(**arguments).fit(plain)
-    saving = make_case()
-    make_trainer(callbacks=[callback], **arguments).fit(saving)
-    assert_equal_weights(saving, plain)
+def test_training_is_unchanged(name, arguments, make_case, same_as_baseline):
+    same_as_baseline(make_case, from_config(name), max_epochs=2, limit_val_batches=1, **arguments)
 
 
 @pytest.mark.quick_sample(5)
 @pytest.mark.parametrize("name", KEEPS_RESULT)
-@pytest.mark.parametrize("module", [LitManual, LateTiny], ids=["manual optimization", "configure_model"])
-def test_training_is_unchanged_in(name, module, make_trainer):
-    if module is LitManual and name in AUTOMATIC_ONLY:
+@pytest.mark.parametrize(
+    "make", [lambda: LitManual(TinyGPT()), LateTiny], ids=["manual optimization", "configure_model"]
+)
+def test_training_is_unchanged_in(name, make, same_as_baseline):
+    if make is not LateTiny and name in AUTOMATIC_ONLY:
         pytest.skip("refused: see its own tests")
-    callback, weights = from_config(name), []
-    for callbacks in ([], [callback]):
-        torch.manual_seed(0)
-        model = module(TinyGPT()) if module is LitManual else module()
-        make_trainer(callbacks=callbacks).fit(model)
-        weights.append(model)
-    assert_equal_weights(*weights)
+    same_as_baseline(make, from_config(name), max_epochs=2)
 
 
 @pytest.mark.slow_except(
-    "cnn-whole-ActivationCheckpointing",
-    "gpt-layer-ActivationCheckpointing",
-    "gpt-layer-ActivationCompression",
-    "gpt-layer-ActivationOffload",
-    "gpt-layer-InPlaceFusion",
-    "gpt-layer-MicroBatching",
+    *("cnn-whole-ActivationCheckpointing", "gpt-layer-ActivationCheckpointing", "gpt-layer-ActivationCompression"),
+    *("gpt-layer-ActivationOffload", "gpt-layer-InPlaceFusion", "gpt-layer-MicroBatching"),
 )
 @pytest.mark.parametrize("name", KEEPS_RESULT)
 @pytest.mark.parametrize("part", ["whole", "layer"])
-def test_training_is_unchanged_when_compiled(name, part, make_model, make_trainer):
-    callback, fitted = from_config(name), []
-    for callbacks in ([], [callback]):
+def test_training_is_unchanged_when_compiled(name, part, make_model, same_as_baseline):
+    def make():
         torch._dynamo.reset()
         model = make_model()
-        if part == "layer":
-            layer = model.net.blocks[0] if isinstance(model.net, TinyGPT) else model.net
-            layer.compile(backend="aot_eager")
-        make_trainer(callbacks=callbacks, max_epochs=1, limit_val_batches=0).fit(
-            torch.compile(model, backend="aot_eager") if part == "whole" else model
-        )
-        fitted.append(model)
-    assert_equal_weights(*fitted)
+        if part == "whole":
+            return torch.compile(model, backend="aot_eager")
+        layer = model.net.blocks[0] if isinstance(model.net, TinyGPT) else model.net
+        layer.compile(backend="aot_eager")
+        return model
+
+    same_as_baseline(make, from_config(name))
 
 
-@pytest.mark.quick_sample(9)
+@pytest.mark.quick_sample(6)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", KEEPS_RESULT)
-def test_training_is_unchanged_on_two_ranks(name, make_model, make_trainer):
-    callback, fitted = from_config(name), []
-    for callbacks in ([], [callback]):
-        model = make_model()
-        make_trainer(callbacks=callbacks, strategy="ddp_fork", devices=2, max_epochs=1).fit(model)
-        fitted.append(model)
-    assert_equal_weights(*fitted)
+def test_training_is_unchanged_on_two_ranks(name, make_model, same_as_baseline):
+    two_ranks = {"strategy": "ddp_fork", "devices": 2}
+    same_as_baseline(make_model, from_config(name), baseline=two_ranks, **two_ranks)
 
 
 @pytest.mark.quick_sample(9)
@@ -152,13 +125,9 @@ def test_a_fit_that_fails_leaves_the_module_as_it_was(name, place, make_trainer)
 
 
 @pytest.mark.quick_sample(2)
-def test_all_together_change_nothing(make_case, make_trainer):
+def test_all_together_change_nothing(make_case, same_as_baseline):
     callbacks = [from_config(name) for name in KEEPS_RESULT]
-    plain, saving = make_case(), None
-    make_trainer().fit(plain)
-    saving = make_case()
-    make_trainer(callbacks=callbacks).fit(saving)
-    assert_equal_weights(saving, plain)
+    same_as_baseline(make_case, *callbacks, max_epochs=2, limit_val_batches=1)
 
 
 class PicklingLoader:

@@ -65,10 +65,7 @@ def are_equal(one, other):
 @pytest.mark.parametrize(
     "contexts",
     [
-        [track_memory],
         [partial(Recomputation, min_bytes=0)],
-        [partial(CompressionStage, min_bytes=0)],
-        [partial(CompressionStage, min_bytes=1 << 20, lossy="bf16")],
         [StorageWatch],
         [track_memory, partial(CompressionStage, min_bytes=0), partial(Recomputation, min_bytes=0)],
     ],
@@ -80,29 +77,3 @@ def test_kernels_that_call_operators_run_under_the_autocast_of_their_caller(cont
 @pytest.mark.parametrize("checkpointing", [{"determinism_check": "operators"}, {"save": SavePolicy("matmuls")}])
 def test_so_they_do_in_layers_that_are_recomputed(checkpointing):
     assert are_equal(run(**checkpointing), run())
-
-
-def test_autocast_that_is_off_stays_off():
-    def outputs(*contexts):
-        with torch.autocast("cpu", torch.bfloat16), ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context())
-            with torch.autocast("cpu", enabled=False):
-                return Layer()(torch.ones(8, 8))
-
-    torch.manual_seed(0)
-    plain = outputs()
-    torch.manual_seed(0)
-    assert are_equal([outputs(track_memory)], [plain])
-    assert plain.dtype is torch.float32
-
-
-def test_the_fast_path_of_transformers_computes_as_it_does_without():
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).eval()
-    x = torch.randn(2, 5, 16)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        plain = layer(x), layer.self_attn(x, x, x, need_weights=False)[0]
-        with track_memory():
-            tracked = layer(x), layer.self_attn(x, x, x, need_weights=False)[0]
-    assert are_equal(tracked, plain)
