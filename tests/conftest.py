@@ -10,7 +10,7 @@ import signal
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +56,7 @@ REQUIREMENTS = {
 
 _OF_LIGHTNING = "CUBLAS_WORKSPACE_CONFIG", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"
 SET_BY_RUNS = {name: os.environ.get(name) for name in (*_OF_LIGHTNING, *accelerators.VARIABLES)}
-"""Variables that a Trainer leaves, of ``deterministic=True`` and of a process group, and our command line, of the
-allocator, as they are before all tests.
-
-A fixture of a module may set them before its first test begins.
-"""
+"""Variables that a Trainer or our command line leaves, as they were before all tests."""
 
 OF_THE_TESTED_RUN = "strategy", "plugins"  # arguments of a Trainer that a baseline goes without
 _frozen_before: dict[str, Path] = {}  # by the file whose test was set up last
@@ -109,32 +105,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _sample_slow(config, items, config.option.slow_sample)
     if config.option.one_of_each:
         quick_first = sorted(items, key=lambda item: item.get_closest_marker("slow") is not None)
-        first = set({item.nodeid.partition("[")[0]: item for item in reversed(quick_first)}.values())
-        config.hook.pytest_deselected(items=[item for item in items if item not in first])
-        items[:] = [item for item in items if item in first]
+        first = {siblings[0] for siblings in _by_test(quick_first).values()}
+        _keep(config, items, lambda item: item in first)
 
 
 def _select_by_device(config: pytest.Config, items: list[pytest.Item]) -> None:
     """An accelerator changes the process: only tests that ask for one run there, and they only there."""
     device = config.option.device
-    groups: dict[bool, list[pytest.Item]] = {True: [], False: []}
-    for item in items:
+
+    def is_selected(item: pytest.Item) -> bool:
         if device == "cpu":
-            is_selected = not any(map(item.get_closest_marker, ("device", "sim")))
-        else:
-            is_selected = any(map(item.get_closest_marker, MARKS_OF_DEVICES[device]))
-            is_selected &= device == "sim" or item.get_closest_marker("sim") is None  # in a file for any device
-        groups[is_selected].append(item)
-    config.hook.pytest_deselected(items=groups[False])
-    items[:] = groups[True]
+            return not any(map(item.get_closest_marker, ("device", "sim")))
+        is_in_file_for_any = device != "sim" and item.get_closest_marker("sim") is not None
+        return any(map(item.get_closest_marker, MARKS_OF_DEVICES[device])) and not is_in_file_for_any
+
+    _keep(config, items, is_selected)
+
+
+def _by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return tests
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], is_kept: Callable[[pytest.Item], bool]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if not is_kept(item)])
+    items[:] = filter(is_kept, items)
 
 
 def _mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the parametrisations of a test some are not slow: those that ``slow_except`` names, or a ``quick_sample``."""
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, siblings in tests.items():
+    for name, siblings in _by_test(items).items():
         named, sample = (siblings[0].get_closest_marker(mark) for mark in ("slow_except", "quick_sample"))
         if named is None and sample is None:
             continue
@@ -149,16 +151,12 @@ def _mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 def _sample_slow(config: pytest.Config, items: list[pytest.Item], num_slow: int) -> None:
     """Leave out most of what is slow and alike, so that one run of all tests ends in good time."""
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("slow") is not None and hasattr(item, "callspec"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    slow = (item for item in items if item.get_closest_marker("slow") is not None and hasattr(item, "callspec"))
     left_out = set()
-    for siblings in tests.values():
+    for siblings in _by_test(slow).values():
         chosen = _spread(siblings, num_slow)
         left_out.update(item for item in siblings if item.callspec.id not in chosen)
-    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
+    _keep(config, items, lambda item: item not in left_out)
 
 
 def _spread(siblings: list[pytest.Item], num_quick: int) -> list[str]:
@@ -172,16 +170,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # half a second each time that a test collects garbage, for what stays to the end
 
 
-def _freeze_between_files(item: pytest.Item) -> None:
-    """What the tests of a file before have imported and cached is looked through no more: a second each, in the end."""
-    if item.path != _frozen_before.get("path"):
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.path != _frozen_before.get("path"):  # what earlier files have imported and cached is looked through no more
         _frozen_before["path"] = item.path
         gc.collect()
         gc.freeze()
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    _freeze_between_files(item)
     torch.use_deterministic_algorithms(mode=False)  # a Trainer(deterministic=True) of an earlier test set it
     for mark, (is_met, reason) in REQUIREMENTS.items():
         if item.get_closest_marker(mark) and not is_met():
@@ -239,8 +232,7 @@ def deterministic_kernels() -> None:
     """For tests without a Trainer that compare bits: an operator without a deterministic kernel raises.
 
     With ``warn_only=True`` the backward of fused attention on CUDA would stay nondeterministic, and so it would with
-    ``torch.backends.cudnn.deterministic``, which is about convolutions. :func:`leave_process_as_it_was`
-    switches it off.
+    ``torch.backends.cudnn.deterministic``. :func:`leave_process_as_it_was` switches it off.
     """
     torch.use_deterministic_algorithms(mode=True)
 

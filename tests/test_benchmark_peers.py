@@ -12,45 +12,14 @@ from lightning_vram.core.processes import leave_group
 from tests.benchmarks.cases import WORKLOADS, Workload
 from tests.benchmarks.peers import PEERS
 from tests.benchmarks.peers.installed import needs
-from tests.benchmarks.peers.lightning_alone import Finder
 from tests.benchmarks.sizes import grow_batch, largest_that
 from tests.benchmarks.suites import biggest
-from tests.benchmarks.ways import Way
 from tests.benchmarks.whole_runs import fit
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 RESNET = WORKLOADS[1]
 WAYS = {way.name: way for several in PEERS.values() for way in several}
 HERE = [name for name, way in WAYS.items() if way.by in ("PyTorch", "Lightning") and way.why_not(CPU) is None]
-
-
-def losses_of(way: Way, num_steps: int = 3) -> tuple[list[float], list[torch.Tensor]]:
-    torch.manual_seed(0)
-    model, batch = RESNET.make_model(), RESNET.make_batch()
-    way.change(model)
-    optimizer = way.make_optimizer(model.parameters())
-    losses = []
-    for _ in range(num_steps):
-        loss = RESNET.compute_loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, list(model.parameters())
-
-
-def test_every_library_that_is_named_has_ways():
-    assert {way.by for way in WAYS.values()} == {
-        *("PyTorch", "Lightning", "torchao", "bitsandbytes", "torchtune", "Accelerate"),
-        *("Composer", "DeepSpeed", "inplace_abn", "Liger"),
-    }
-
-
-def test_the_device_is_named_before_what_is_not_installed():
-    why_not = needs("no_such_library", "no-such-library")
-    assert why_not(CPU) == "needs a GPU"
-    assert why_not(GPU) == "not installed: pip install no-such-library"
-    assert needs("no_such_library", "no-such-library", devices=())(CPU) == why_not(GPU)
 
 
 def test_a_library_that_does_not_import_says_how(tmp_path, monkeypatch):
@@ -60,21 +29,6 @@ def test_a_library_that_does_not_import_says_how(tmp_path, monkeypatch):
     assert why.startswith(f"does not import with torch {torch.__version__}: ImportError: no name x in yyy")
     assert why.endswith("...")
     assert len(why) == 160
-
-
-def test_every_reason_is_one_short_line():
-    for device in (CPU, GPU):
-        for way in WAYS.values():
-            why = way.why_not(device) or "fine"
-            assert "\n" not in why
-            assert len(why) <= 160
-
-
-@pytest.mark.parametrize("name", ["torch.utils.checkpoint", "torch.utils.checkpoint, selective"])
-def test_what_pytorch_recomputes_is_the_plain_run(name):
-    plain, peer = losses_of(biggest.PLAIN), losses_of(WAYS[name])
-    assert peer[0] == plain[0]
-    assert all(map(torch.equal, peer[1], plain[1]))
 
 
 @pytest.mark.parametrize("name", [name for name in HERE if WAYS[name].make_trainer_options is not None])
@@ -87,18 +41,6 @@ def test_lightning_alone_trains(name):
     finally:
         leave_group()
         gc.collect()
-
-
-@pytest.mark.slow
-def test_lightnings_finder_stops_where_memory_runs_out(tmp_path):
-    def compute_loss(model, batch):
-        if len(batch[0]) > 20:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return RESNET.compute_loss(model, batch)
-
-    finder = Finder(replace(RESNET, compute_loss=compute_loss))
-    fit(finder._workload, [finder], 2, CPU, default_root_dir=tmp_path)
-    assert finder.optimal_batch_size == 19  # 20 by bisection, less its margin of 5 %
 
 
 @pytest.mark.parametrize("start", [1, 38, 1000])

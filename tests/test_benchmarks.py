@@ -4,7 +4,6 @@ import gc
 import json
 import sys
 from datetime import date
-from functools import partial
 
 import pytest
 import torch
@@ -13,13 +12,10 @@ from lightning_vram.core.processes import leave_group
 from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks.cases import QUICK_WORKLOADS
 from tests.benchmarks.compare import Options, measure_ways
-from tests.benchmarks.measure import Run
 from tests.benchmarks.ours import find_way
-from tests.benchmarks.peers import pytorch, versions_of_peers
 from tests.benchmarks.suites import (
     fsdp_offload,
     memory,
-    mixed_precision,
 )
 from tests.benchmarks.ways import PLAIN, Way
 
@@ -117,20 +113,6 @@ def test_wrong_arguments_are_refused_before_anything_is_measured(monkeypatch, tm
     assert "file/a.json: File exists." in capsys.readouterr().err
 
 
-def test_what_is_found_before_an_end_is_in_the_file(monkeypatch, tmp_path):
-    def cut_off(options):
-        yield {"workload": "GPT", "variant": "plain", "by": "plain"}
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(memory, "measure", cut_off)
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "--suite", "memory", "--peers", "-o", str(tmp_path)])
-    with pytest.raises(KeyboardInterrupt):
-        benchmarks.main()
-    result = json.loads((tmp_path / "memory_cpu.json").read_text())
-    assert [row["variant"] for row in result["rows"]] == ["plain"]
-    assert result["machine"]["peers"] == versions_of_peers()
-
-
 def fail(model):
     raise RuntimeError("no such kernel\nand more")
 
@@ -147,26 +129,6 @@ def test_a_way_that_cannot_run_is_a_row_and_others_go_on():
     assert missing["error"] == "not installed: pip install torchao"
     assert not {"peak_bytes", "seconds_per_step"} & (raises.keys() | missing.keys())
     assert ours["seconds_of_first"] == ours["seconds_per_step"] / plain["seconds_per_step"]
-
-
-@pytest.mark.parametrize("name", [way.name for way in pytorch.ACTIVATIONS])
-def test_a_step_trains(name, monkeypatch):
-    unpinned = partial(torch.autograd.graph.save_on_cpu, pin_memory=False)
-    monkeypatch.setattr("tests.benchmarks.peers.pytorch.save_on_cpu", lambda pin_memory: unpinned())
-    run = Run(QUICK_WORKLOADS[1], find_way(name), CPU)
-    before = [p.clone() for p in run.model.parameters()]
-    run.step()
-    assert not all(torch.equal(one, other) for one, other in zip(run.model.parameters(), before, strict=True))
-
-
-@pytest.mark.slow
-def test_the_precision_plugin_is_measured_on_shapes_of_gpu_size():
-    plain, recast, with_norms, *lean = mixed_precision.measure_fake(num_layers=4)
-    assert recast["peak_of_first"] == recast["peak_bytes"] / plain["peak_bytes"] < 0.95
-    assert with_norms["peak_of_first"] <= 0.9
-    peaks = [row["peak_bytes"] for row in lean]
-    assert len(peaks) == 4
-    assert peaks == sorted(peaks, reverse=True)
 
 
 @pytest.mark.slow

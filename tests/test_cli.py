@@ -23,15 +23,9 @@ from lightning_vram.memory.units import format_bytes
 ROOT = Path(__file__).parents[1]
 QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.yaml'}"
 SMALL = [
-    "--model.init_args.num_layers=2",
-    "--model.init_args.width=16",
-    "--model.init_args.sequence_length=32",
-    "--data.init_args.batch_size=2",
-    "--trainer.max_steps=4",
-    "--trainer.val_check_interval=4",
-    "--trainer.limit_val_batches=1",
-    "--trainer.log_every_n_steps=2",
-    "--trainer.accelerator=cpu",
+    *("--model.init_args.num_layers=2", "--model.init_args.width=16", "--model.init_args.sequence_length=32"),
+    *("--data.init_args.batch_size=2", "--trainer.max_steps=4", "--trainer.val_check_interval=4"),
+    *("--trainer.limit_val_batches=1", "--trainer.log_every_n_steps=2", "--trainer.accelerator=cpu"),
 ]
 
 pytestmark = [
@@ -130,6 +124,7 @@ def test_the_command_each_config_begins_with(path, monkeypatch, capsys):
     main([word.replace("configs/", f"{ROOT}/configs/") for word in command] + SMALL)
 
 
+@pytest.mark.slow_except("test")
 @pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
 def test_other_subcommands(subcommand, capsys):
     config = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
@@ -171,20 +166,11 @@ CALLBACK = "lightning_vram.ActivationCheckpointing"
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--foo=3"], "unrecognized arguments: --foo=3"),
         (
             ["--trainer.max_stepss=3"],
             "unrecognized arguments: --trainer.max_stepss=3. Did you mean --trainer.max_steps?",
         ),
-        (
-            ["--trainer.precision=bf17"],
-            "trainer.precision: Expected int; Expected a typing.Literal['transformer-engine'",
-        ),
         (["--trainer.callbacks+=EmtyCache"], "trainer.callbacks: Expected a dot import path string: EmtyCache"),
-        (
-            ["--trainer.callbacks+=EmptyCache", "--trainer.callbacks.every_n_batches=abc"],
-            "trainer.callbacks: lightning_vram.EmptyCache: every_n_batches: Expected int, got abc",
-        ),
         (["--model.init_args.widthh=3"], "model: lightning_vram.demos.ByteGPT: Option 'widthh' is not accepted"),
         (["--config=nope.yaml"], "config: File does not exist: "),
         (["--model=NoSuch"], "model: Expected a dot import path string: NoSuch"),
@@ -217,10 +203,6 @@ def test_a_mistake_on_the_command_line_is_one_line(arguments, message, capsys):
         (
             {"trainer": {"callbacks": [{"class_path": CALLBACK, "init_args": {"every_n_layers": 0}}]}},
             "ActivationCheckpointing(every_n_layers) must be at least 1, got 0.",
-        ),
-        (
-            {"trainer": {"callbacks": [{"class_path": f"{CALLBACK}s"}]}},
-            "trainer.callbacks: lightning_vram.ActivationCheckpointings: module 'lightning_vram' has no attribute",
         ),
         ({"trainer": {"max_steps": "${nope.x}"}}, "Interpolation key '..nope.x' not found"),
         (
@@ -289,7 +271,6 @@ def test_a_broken_checkpoint_is_one_line(capsys):
         ([], f"{COMMANDS}, got none."),
         (["fitt"], f"{COMMANDS}, got 'fitt'. Did you mean fit?"),
         (["fit"], "model is missing: name it with --model, or in a file with --config FILE."),
-        (["report", "nope.jsonl"], "nope.jsonl: No such file or directory"),
     ],
 )
 def test_a_wrong_subcommand_is_one_line(arguments, message, capsys):
@@ -323,26 +304,17 @@ def test_a_bug_of_the_user_keeps_its_traceback_and_debug_shows_that_of_a_mistake
         main(["fit", QUICKSTART, "--model.init_args.width=130"])
 
 
-class Saving(LitTiny):
-    """Has one value more in its checkpoints."""
-
-    def __init__(self, value: object) -> None:
-        super().__init__(TinyCNN())
-        self.value = value
-
-    def on_save_checkpoint(self, checkpoint: dict) -> None:
-        checkpoint["more"] = self.value
-
-
 def fit(model: LitTiny, ckpt_path: str | None = None, **options: object) -> pl.Trainer:
     options |= {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
     trainer = pl.Trainer(max_steps=2, **options)
-    trainer.fit(model, torch.utils.data.DataLoader(TinyCNN().samples(8), batch_size=4), ckpt_path=ckpt_path)
+    trainer.fit(model, ckpt_path=ckpt_path)
     return trainer
 
 
 def save_sharded(value: object = 1) -> LitTiny:
-    model = Saving(value)
+    """Train a model that has one value more in its checkpoints."""
+    model = LitTiny(TinyCNN())
+    model.on_save_checkpoint = lambda checkpoint: checkpoint.update(more=value)
     try:
         fit(model, strategy=FSDPOffloadStrategy(state_dict_type="sharded")).save_checkpoint("sharded")
     finally:

@@ -43,8 +43,3 @@ def test_a_file_without_figures_prints_no_table(tmp_path, capsys, text):
     (tmp_path / "card.json").write_text(text)
     print_figures(tmp_path)
     assert "|" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("group", ["speed.a", "sharded.a", "losses.a", "optimizers.a", "auto.a", "peaks.a", "smoke.a"])
-def test_rows_that_have_only_a_name_do_not_fail(tmp_path, capsys, group):
-    figures_of(tmp_path, capsys, {group: {"rows": [{"name": "plain"}, {"name": "other", "by": "ours"}]}, "empty": {}})

@@ -1,7 +1,5 @@
 """What ``python -m tests.benchmarks.report`` prints and draws, and its errors."""
 
-import sys
-
 import pytest
 from support.result_files import SPEED
 from support.result_files import write as write_results
@@ -22,19 +20,6 @@ def test_benchmarks_are_printed_and_drawn(tmp_path, capsys):
     assert f"\n{picture}: drawn.\n" in out
     assert out.endswith("Nothing to draw in old.json: no row has by, a peak and seconds_per_step, or largest.\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_tables_are_printed_before_the_error(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit) as caught:
-        main([str(write_results(tmp_path / "speed.json", SPEED)), "-o", str(tmp_path)])
-    out, err = capsys.readouterr()
-    assert caught.value.code == 2
-    assert "ActivationCheckpointing()  ours " in out
-    assert (
-        err.splitlines()[-1]
-        == "python -m tests.benchmarks.report: error: a picture needs matplotlib: pip install matplotlib."
-    )
 
 
 @pytest.mark.parametrize(

@@ -32,18 +32,3 @@ def test_both_are_drawn_by_one_command(monkeypatch, tmp_path, capsys):
     first_screen.main()
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [str(path) for path in paths]
     assert [image.imread(path).shape[1] for path in paths] == [2480] * 2
-
-
-def test_a_picture_with_fewer_colors_keeps_the_frequent_ones(tmp_path):
-    from PIL import Image
-
-    path = tmp_path / "a.png"
-    picture = Image.new("RGB", (100, 10), (213, 94, 0))
-    for x in range(100):
-        for y in range(9):  # 900 colors, once each
-            picture.putpixel((x, y), (x, y, 200))
-    picture.save(path)
-    first_screen.shrink(path)
-    with Image.open(path) as small:
-        assert small.mode == "P"
-        assert {small.convert("RGB").getpixel((x, 9)) for x in range(100)} == {(213, 94, 0)}

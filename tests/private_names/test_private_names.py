@@ -9,13 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-import lightning
 import pytest
-import torch
-import torchmetrics
 
 PACKAGE = Path(__file__).parents[2] / "lightning_vram"
 FOLDER = PACKAGE / "private_names"
@@ -141,15 +136,6 @@ class Entry:
     versions: str
     without: str
 
-    @property
-    def library(self) -> str:
-        first = self.name.partition(".")[0]
-        return (
-            first
-            if first in LIBRARIES
-            else {"lightning.py": "lightning", "metrics.py": "torchmetrics"}.get(self.file, "torch")
-        )
-
 
 def read_tables() -> Iterator[Entry]:
     """Read ``| `name`, `name` | what for | versions | without it |`` below ``## file.py`` and ``### `prefix` ``."""
@@ -197,43 +183,3 @@ def test_every_private_name_that_a_file_of_the_folder_uses_is_in_its_table(path)
 
 def test_versions_are_ranges():
     assert [entry for entry in ENTRIES if not re.fullmatch(r"(\d\.\d+ )?-( \d\.\d+)?", entry.versions)] == []
-
-
-def in_range(entry: Entry) -> bool:
-    version = {"torch": torch, "lightning": lightning, "torchmetrics": torchmetrics}[entry.library].__version__
-    here = tuple(map(int, version.split(".")[:2]))
-    since, until = (tuple(map(int, part.split("."))) if part.strip() else None for part in entry.versions.split("-"))
-    return (since is None or since <= here) and (until is None or here <= until)
-
-
-def exists(dotted: str) -> bool | None:
-    """Whether a dotted path leads somewhere; ``None`` if it begins with no module, as attributes of graph nodes do."""
-    parts = dotted.split(".")
-    if parts[0] not in LIBRARIES:
-        return None
-    value: Any = importlib.import_module(parts[0])
-    for place, part in enumerate(parts[1:], 2):
-        if isinstance(value, ModuleType) and not hasattr(value, part):
-            try:
-                importlib.import_module(".".join(parts[:place]))
-            except ImportError:
-                return False
-        if hasattr(value, part):
-            value = getattr(value, part)
-        else:
-            return isinstance(value, type) and any(part in _words(base) for base in value.__mro__)
-    return True
-
-
-@cache
-def _words(cls: type) -> frozenset[str]:
-    try:
-        return frozenset(re.findall(r"\w+", inspect.getsource(cls)))
-    except (OSError, TypeError):
-        return frozenset(dir(cls))
-
-
-def test_what_is_listed_for_this_version_is_there():
-    here = {entry.name: exists(entry.name) for entry in ENTRIES if in_range(entry)}
-    assert [name for name, is_there in here.items() if is_there is False] == []
-    assert sum(map(bool, here.values())) > 100  # of which the test knows more than that they have no path

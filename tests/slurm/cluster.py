@@ -134,7 +134,7 @@ class Cluster:
         with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
             self.end_jobs()
         for daemon in reversed(self._daemons):
-            self._kill_daemon(daemon)
+            self.kill(daemon)
         # what they have started: slurmstepd, tasks, waiting clients
         is_true_within(10, lambda: not self._kill(process for process, _ in self._own_processes()))
         shutil.rmtree(self.folder)
@@ -155,7 +155,7 @@ class Cluster:
         self._commands = {"munged": ("munged", "--foreground", "--force", *files), "slurmctld": ("slurmctld", "-D")}
         self._commands |= {node: ("slurmd", "-D", "-N", node) for node in self.nodes}
         for name in self._commands:
-            self._start_daemon(name)
+            self.start(name)
         if not is_true_within(30, self._is_ready):
             raise RuntimeError(f"the nodes of the cluster did not become idle.\n{self._tails()}")
 
@@ -163,7 +163,7 @@ class Cluster:
         states = self.run("sinfo", "--noheader", "--partition=main", "--Node", "--format=%t", check=False)
         return states.split() == ["idle"] * len(self.nodes)
 
-    def _start_daemon(self, name: str) -> None:
+    def start(self, name: str) -> None:
         with (self.folder / f"{name}.log").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *self._commands[name]],  # it dies with us
@@ -174,7 +174,7 @@ class Cluster:
                 start_new_session=True,  # Ctrl-C is for pytest, which ends us in its own order
             )
 
-    def _kill_daemon(self, name: str) -> None:
+    def kill(self, name: str) -> None:
         """As in a crash."""
         self._daemons[name].kill()
         self._daemons[name].wait()
@@ -311,35 +311,6 @@ class Cluster:
     def signal(self, job: int | str, name: str, *options: str) -> None:
         """Send a signal to the steps of a job; ``--batch`` and ``--full`` are the options that change whom."""
         self.run("scancel", f"--signal={name}", *options, str(job))
-
-    # --- nodes and daemons
-
-    def kill_slurmd(self, node: str) -> None:
-        """The tasks of the node go on without it."""
-        self._kill_daemon(node)
-
-    def start_slurmd(self, node: str) -> None:
-        self._start_daemon(node)
-
-    def wait_until_saved(self, job: int | str) -> None:
-        """Return when slurmctld has written down what it knows of a job: within 5 s, and a crash forgets the rest."""
-        mark = secrets.token_hex(8)
-        self.run("scontrol", "update", f"jobid={job}", f"comment={mark}")
-        path = self.folder / "slurmctld" / "job_state"
-
-        def is_saved() -> bool:
-            with contextlib.suppress(FileNotFoundError):  # for moments, while slurmctld puts the next in its place
-                return mark.encode() in path.read_bytes()
-            return False
-
-        self.wait_until(is_saved, job, 10, "was not saved")
-
-    def crash_slurmctld(self) -> None:
-        """Kill it and start it again; return when it answers."""
-        self._kill_daemon("slurmctld")
-        self._start_daemon("slurmctld")
-        if not is_true_within(30, lambda: "is UP" in self.run("scontrol", "ping", check=False)):
-            raise RuntimeError(f"slurmctld did not answer after 30 s.\n{self._tails()}")
 
     def _tails(self) -> str:
         """The last lines of all logs."""

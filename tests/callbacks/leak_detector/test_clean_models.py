@@ -150,19 +150,6 @@ class Manual(Clean):
         return [torch.optim.Adam(self.net[0].parameters()), torch.optim.Adam(self.net[2].parameters())]
 
 
-class SampleCache(Clean):
-    """Full after the first epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.cache = {}
-
-    def training_step(self, batch, batch_idx):
-        if batch_idx not in self.cache:
-            self.cache[batch_idx] = self.net[0](batch).detach()
-        return self.loss(batch)
-
-
 class LastGraph(Clean):
     """Keeps the graph of one step, until the next."""
 
@@ -184,33 +171,8 @@ class LateLayers(Clean):
         return self.loss(batch)
 
 
-class Cycles(Clean):
-    """Leaves its results in cycles that Python's collector finds some day."""
-
-    def training_step(self, batch, batch_idx):
-        cycle = [self.net[0](batch).detach()]
-        cycle.append(cycle)
-        return self.loss(batch)
-
-
-class OwnEma(Clean):
-    """A copy that follows, made some steps after the start."""
-
-    def __init__(self):
-        super().__init__()
-        self.copies = []
-
-    def on_train_batch_end(self, *_):
-        if self.global_step == 12:
-            self.copies.append(copy.deepcopy(self.net).requires_grad_(False))
-        if self.copies:
-            for mean, now in zip(self.copies[0].parameters(), self.net.parameters(), strict=True):
-                mean.lerp_(now.detach(), 0.1)
-
-
 MODELS = [
-    *(Clean, VariableLengths, ListMetric, CollectedOutputs, Manual, SampleCache),
-    *(LastGraph, LateLayers, Cycles, OwnEma, JoinedOutputs),
+    *(Clean, VariableLengths, ListMetric, CollectedOutputs, Manual, LastGraph, LateLayers, JoinedOutputs),
 ]
 
 

@@ -231,27 +231,21 @@ def test_remedies_save_what_the_page_says(make_trainer, tmp_path):
         assert saved_bytes == pytest.approx(told_bytes, rel=0.1), (code, format_bytes(saved_bytes))
 
 
-class LitWrites(Lit):
-    """Tells others when it is done, and logs by hand."""
-
-    def training_step(self, batch, batch_idx):
-        self.logger.log_metrics({"value": 1.0})
-        return super().training_step(batch, batch_idx)
-
-    def on_train_end(self):
-        raise AssertionError("it is not done")
-
-    on_train_epoch_end = on_fit_end = on_train_end
-
-
 class Alerts(pl.Callback):
+    """Logs by hand, and tells others when a run fails or is done."""
+
     num_alerts = 0
+
+    def on_train_batch_start(self, trainer, *_):
+        trainer.logger.log_metrics({"value": 1.0})
 
     def on_exception(self, trainer, pl_module, exception):
         type(self).num_alerts += 1
 
     def on_train_end(self, trainer, pl_module):
         raise AssertionError("it is not done")
+
+    on_train_epoch_end = on_fit_end = on_train_end
 
 
 @pytest.fixture
@@ -266,7 +260,7 @@ def test_what_a_user_does_at_the_end_is_not_done_for_the_page(make_trainer, tmp_
     monitor = VRAMMonitor()
     trainer = make_trainer(callbacks=[monitor, Alerts()], max_epochs=1, logger=logger, log_every_n_steps=1)
     with pytest.raises(torch.OutOfMemoryError):
-        trainer.fit(LitWrites("layer"))
+        trainer.fit(Lit("layer"))
     assert Alerts.num_alerts == 1
     assert "not estimated" not in (Path(logger.log_dir) / "out_of_memory.md").read_text()
     assert len(logger.experiment.metrics) <= 1

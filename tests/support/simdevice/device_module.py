@@ -28,31 +28,18 @@ def _check(device: Any) -> None:
 # --- the device ---
 
 
-def is_available() -> bool:
-    return True
+def _answer(value: Any) -> Any:
+    return lambda *arguments, **options: value
 
 
-def is_initialized() -> bool:
-    return True
-
-
-def init() -> None:
-    pass
-
-
-_lazy_init = init
-
-
-def _is_in_bad_fork() -> bool:
-    return False
-
-
-def device_count() -> int:
-    return 1
-
-
-def current_device() -> int:
-    return 0
+is_available = is_initialized = is_bf16_supported = _answer(True)
+init = _lazy_init = _answer(None)
+_is_in_bad_fork = _answer(False)
+device_count = _answer(1)
+current_device = _answer(0)
+get_device_name = _answer("simulated accelerator")
+get_device_capability = _answer((0, 0))
+get_amp_supported_dtype = _answer([torch.float16, torch.bfloat16])
 
 
 def set_device(device: Any) -> None:
@@ -76,25 +63,9 @@ class device:  # noqa: N801 - as torch.cuda.device
 device_of = device
 
 
-def get_device_name(device: Any = None) -> str:
-    return "simulated accelerator"
-
-
-def get_device_capability(device: Any = None) -> tuple[int, int]:
-    return 0, 0
-
-
 def get_device_properties(device: Any = None) -> SimpleNamespace:
     total = extension.settings.capacity
     return SimpleNamespace(name=get_device_name(), total_memory=total, multi_processor_count=1)
-
-
-def get_amp_supported_dtype() -> list[torch.dtype]:
-    return [torch.float16, torch.bfloat16]
-
-
-def is_bf16_supported(including_emulation: bool = True) -> bool:
-    return True
 
 
 # --- streams ---
@@ -114,10 +85,6 @@ class Event(torch.Event):
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
         # Not of this class: its elapsed_time() takes no other.
         return torch.Event(device=torch.device("sim", 0), enable_timing=enable_timing)
-
-
-def current_stream(device: Any = None) -> torch.Stream:
-    return torch.accelerator.current_stream(0)
 
 
 def default_stream(device: Any = None) -> torch.Stream:
@@ -143,10 +110,6 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
 StreamContext = stream
 
 
-def synchronize(device: Any = None) -> None:
-    torch.accelerator.synchronize(0)
-
-
 def set_sync_debug_mode(mode: int | str) -> None:
     modes = ["default", "warn", "error"]
     extension.settings.sync_debug = modes.index(mode) if isinstance(mode, str) else mode
@@ -159,40 +122,21 @@ def get_sync_debug_mode() -> int:
 # --- memory ---
 
 
-def memory_stats(device: Any = None) -> dict[str, Any]:
-    return torch.accelerator.memory_stats(0)
+def _of_accelerator(name: str) -> Any:
+    return lambda device=None: getattr(torch.accelerator, name)(0)
 
 
-def memory_allocated(device: Any = None) -> int:
-    return torch.accelerator.memory_allocated(0)
-
-
-def max_memory_allocated(device: Any = None) -> int:
-    return torch.accelerator.max_memory_allocated(0)
-
-
-def memory_reserved(device: Any = None) -> int:
-    return torch.accelerator.memory_reserved(0)
-
-
-def max_memory_reserved(device: Any = None) -> int:
-    return torch.accelerator.max_memory_reserved(0)
-
-
-def reset_peak_memory_stats(device: Any = None) -> None:
-    torch.accelerator.reset_peak_memory_stats(0)
-
-
-def reset_accumulated_memory_stats(device: Any = None) -> None:
-    torch.accelerator.reset_accumulated_memory_stats(0)
-
-
-def mem_get_info(device: Any = None) -> tuple[int, int]:
-    return torch.accelerator.get_memory_info(0)
-
-
-def empty_cache() -> None:
-    torch.accelerator.empty_cache()
+current_stream = _of_accelerator("current_stream")
+synchronize = _of_accelerator("synchronize")
+memory_stats = _of_accelerator("memory_stats")
+memory_allocated = _of_accelerator("memory_allocated")
+max_memory_allocated = _of_accelerator("max_memory_allocated")
+memory_reserved = _of_accelerator("memory_reserved")
+max_memory_reserved = _of_accelerator("max_memory_reserved")
+reset_peak_memory_stats = _of_accelerator("reset_peak_memory_stats")
+reset_accumulated_memory_stats = _of_accelerator("reset_accumulated_memory_stats")
+mem_get_info = _of_accelerator("get_memory_info")
+empty_cache = torch.accelerator.empty_cache
 
 
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
