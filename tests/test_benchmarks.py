@@ -13,10 +13,7 @@ from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks.cases import QUICK_WORKLOADS
 from tests.benchmarks.compare import Options, measure_ways
 from tests.benchmarks.ours import find_way
-from tests.benchmarks.suites import (
-    fsdp_offload,
-    memory,
-)
+from tests.benchmarks.suites import memory
 from tests.benchmarks.ways import PLAIN, Way
 
 CPU = torch.device("cpu")
@@ -129,17 +126,3 @@ def test_a_way_that_cannot_run_is_a_row_and_others_go_on():
     assert missing["error"] == "not installed: pip install torchao"
     assert not {"peak_bytes", "seconds_per_step"} & (raises.keys() | missing.keys())
     assert ours["seconds_of_first"] == ours["seconds_per_step"] / plain["seconds_per_step"]
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_memory_and_speed_of_the_strategy_are_measured(alone):
-    variants = fsdp_offload.VARIANTS
-    rows = {row["variant"]: row for row in fsdp_offload.measure_tiny(list(variants), 1, repeats=2, is_profiled=True)}
-    assert list(rows) == list(variants)
-    for name, row in rows.items():
-        assert row.get("error") == variants[name].why_not(torch.device("cpu"))
-        assert "error" in row or len(row["all_seconds_of_turns"]) == 2
-    ours, plain = rows["fsdp_offload, params"], rows["plain"]
-    assert ours["speed_of_plain"] == ours["tokens_per_second"] / plain["tokens_per_second"]
-    assert ours["exposed_seconds"] == ours["seconds_per_step"] - plain["computing_seconds"]

@@ -73,10 +73,7 @@ print(sorted(int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, ())))
 
 @pytest.mark.parametrize(
     ("name", "variables", "held"),
-    [
-        ("lightning-vram", {"SLURM_PROCID": "0"}, HELD),
-        ("train.py", {"SLURM_PROCID": "0"}, set()),
-    ],
+    [("lightning-vram", {"SLURM_PROCID": "0"}, HELD), ("train.py", {"SLURM_PROCID": "0"}, set())],
 )
 def test_importing_it_holds_back_in_a_task_of_slurm(name, variables, held, tmp_path):
     (tmp_path / name).write_text(PROBE)

@@ -67,22 +67,6 @@ def test_what_goes_wrong_in_a_row_is_written_down_and_the_rest_goes_on(tmp_path)
     assert {"device", "torch", "lightning"} <= set(result["machine"])
 
 
-def test_what_does_not_fit_is_left_for_the_next_call_which_leaves_out_what_is_done(tmp_path):
-    count = tmp_path / "count"
-
-    def count_run():
-        with count.open("a") as file:
-            file.write("x")
-        return {}
-
-    folder = tmp_path / "results"
-    short, long = make_item("group.short", good=count_run), Item("group.long", 1000, partial(rows_of, rows={}))
-    assert run(folder, long, short, minutes=1) == ["group.long"]
-    assert results.read(folder, "group.long") is None
-    assert run(folder, short, long, minutes=30) == []
-    assert count.read_text() == "x"
-
-
 def test_an_item_that_the_end_of_a_call_cuts_goes_on_behind_its_last_row(tmp_path):
     item = Item("group.item", -4.5, partial(rows_of, rows={"good": dict, "slow": lambda: time.sleep(1.5) or {}}))
     run(tmp_path, item, minutes=1 / 60)
@@ -91,28 +75,6 @@ def test_an_item_that_the_end_of_a_call_cuts_goes_on_behind_its_last_row(tmp_pat
     run(tmp_path, item)
     assert results.read(tmp_path, "group.item")["status"] == "done"
     assert outcomes(tmp_path, "group.item") == {"good": None, "slow": None}
-
-
-def test_items_that_share_run_next_to_each_other_and_others_alone(tmp_path):
-    log = tmp_path / "log"
-
-    def note(name):
-        with log.open("a") as file:
-            file.write(f"+{name} ")
-        time.sleep(0.7)
-        with log.open("a") as file:
-            file.write(f"-{name} ")
-        return {}
-
-    def make(name, **options):
-        return Item(f"group.{name}", 1, partial(rows_of, rows={"row": partial(note, name)}), **options)
-
-    items = (make("a", shares=True), make("b", shares=True), make("c"), make("d", shares=True))
-    assert run(tmp_path / "results", *items) == []
-    words = log.read_text().split()
-    assert {*words[:2]} == {"+a", "+b"}
-    assert {*words[2:4]} == {"-a", "-b"}
-    assert words[4:] == ["+c", "-c", "+d", "-d"]
 
 
 def test_an_item_is_ended_with_all_that_it_started(tmp_path):

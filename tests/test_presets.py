@@ -94,10 +94,7 @@ def test_the_sizes_of_a_job_arrive_as_numbers(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("variables", "folder"),
-    [
-        ({"SLURM_JOB_ID": "17"}, "runs/17"),
-        ({"SLURM_JOB_ID": "17", "RUN_DIR": "/shared/a run"}, "/shared/a run"),
-    ],
+    [({"SLURM_JOB_ID": "17"}, "runs/17"), ({"SLURM_JOB_ID": "17", "RUN_DIR": "/shared/a run"}, "/shared/a run")],
     ids=["job", "named"],
 )
 def test_a_job_has_one_folder_over_all_restarts(variables, folder, monkeypatch, capsys):

@@ -124,11 +124,6 @@ def test_a_test_that_the_file_does_not_know_fails(run, tmp_path):
     ) in output
 
 
-def test_without_a_file_it_only_measures(run, tmp_path):
-    assert run(100_000)[0] == 0
-    assert [path.name for path in tmp_path.glob("*.json")] == []
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

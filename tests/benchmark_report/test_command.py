@@ -23,8 +23,7 @@ def test_benchmarks_are_printed_and_drawn(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [(None, "No such file or directory"), ("{", "is not a file of results: it is not JSON.")],
+    ("text", "message"), [(None, "No such file or directory"), ("{", "is not a file of results: it is not JSON.")]
 )
 def test_a_missing_or_damaged_file_is_one_line(text, message, tmp_path, capsys):
     path = tmp_path / "a.json"

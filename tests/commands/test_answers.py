@@ -1,6 +1,5 @@
 """What the command answers without PyTorch: help, version, files, presets, mistakes."""
 
-import json
 import os
 import re
 import resource
@@ -14,7 +13,7 @@ from support.parts import CONFIGS, ROOT
 import lightning_vram
 from lightning_vram.cli import main
 from lightning_vram.commands.files import FILE_COMMANDS
-from lightning_vram.commands.options import COMMANDS, options_of
+from lightning_vram.commands.options import options_of
 from lightning_vram.memory.device.measurement import Measurement, write_measurement
 
 HEAVY = re.compile(r"\| +(torch|lightning|jsonargparse|omegaconf|scipy)$", re.MULTILINE)
@@ -69,14 +68,6 @@ def test_an_answer_needs_neither_pytorch_nor_half_a_second(arguments, exit_code,
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
-def test_help_lists_every_command_with_a_line(capsys):
-    main(["--help"])
-    out = capsys.readouterr().out
-    for command, text in COMMANDS.items():
-        assert re.search(rf"^  {command} +{re.escape(text)}$", out, re.MULTILINE)
-    assert {"calibrate", *FILE_COMMANDS} <= {*COMMANDS}
-
-
 @pytest.mark.parametrize("command", ["estimate", "plan"])
 def test_help_of_a_question_opens_with_its_own_options(command, capsys):
     main([command, "--config=nope.yaml", "-h"])
@@ -84,14 +75,6 @@ def test_help_of_a_question_opens_with_its_own_options(command, capsys):
     assert len(out.splitlines()) < 60
     assert all(f"--{name}" in out for name in options_of(command))
     assert "--trainer." not in out
-
-
-def test_a_recording_as_json(capsys):
-    measurements = record()
-    main(["report", "vram.jsonl", "--json"])
-    values = json.loads(capsys.readouterr().out)
-    assert values["readings"] == 2
-    assert values["peaks"]["train"]["peak_allocated_bytes"] == measurements[1].peak_allocated_bytes
 
 
 @pytest.mark.parametrize(

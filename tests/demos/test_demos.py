@@ -17,20 +17,6 @@ def test_digits_resnet_learns_digits(make_trainer):
     assert trainer.callback_metrics["val_accuracy"] > 0.93
 
 
-def test_sizes_of_the_large_ones():
-    with torch.device("meta"):
-        xl, resnet50 = ByteGPT(48, 1600, 25, 1024), DigitsResNet((3, 4, 6, 3), 64, in_channels=3)
-    assert sum(p.numel() for p in xl.net.blocks.parameters()) == 48 * (12 * 1600**2 + 13 * 1600)
-    convolutions = sum(p.numel() for p in resnet50.net.stages.parameters())
-    assert convolutions == 23_508_032 - 9_408 - 128  # torchvision's resnet50 without stem and head
-
-
-def test_the_head_is_tied_if_asked():
-    tied, untied = ByteGPT(1, 8, 2, 8), ByteGPT(1, 8, 2, 8, tie_head=False)
-    assert tied.net.head.weight is tied.net.embed.weight
-    assert untied.net.head.weight is not untied.net.embed.weight
-
-
 def test_a_wide_model_is_made_of_its_arguments_again(tmp_path, make_trainer):
     model = ByteGPT(1, 8, 2, 16)
     trainer = make_trainer(fast_dev_run=True)

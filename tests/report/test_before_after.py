@@ -1,8 +1,6 @@
 """Pictures of pages, and a tracked step in the form of an estimate."""
 
-import pytest
 import torch
-from support.pages import ROOT
 from torch import nn
 
 from lightning_vram import track_memory
@@ -20,15 +18,3 @@ def test_a_tracked_step_is_held_against_a_limit():
     free = as_estimate(memory.timeline, None)
     assert free.fits
     assert 'class="limit' not in side_by_side({"Training step": free}, "Peak memory").svg()
-
-
-def test_a_step_without_tensors_is_an_error():
-    with track_memory() as memory:
-        pass
-    with pytest.raises(ValueError, match="nothing to draw"):
-        side_by_side({"Baseline": as_estimate(memory.timeline, None)}, "Peak memory")
-
-
-@pytest.mark.parametrize("name", ["examples/first_screen.png", "lightning_vram/estimation/step.png"])
-def test_pictures_of_pages_are_small(name):
-    assert (ROOT / name).stat().st_size < 100 * 1024

@@ -46,14 +46,6 @@ def test_ratios_and_equality():
     assert "Final weights equal: yes, bit-exact." in text
 
 
-def test_a_plain_fit_that_ran_out_of_memory():
-    plain = FitResult(None, None, None)
-    text = show(comparison_table(plain, FitResult(reading(MIB), 0.1, WEIGHTS), "it"))
-    assert row(text, "activations") == ["out of memory", "1.00 MiB", "-"]
-    assert row(text, "time per step") == ["-", "100.0 ms", "-"]
-    assert "Final weights equal: -." in text
-
-
 def test_weights_that_differ_are_measured():
     one = FitResult(None, None, WEIGHTS)
     assert describe_equality(one, FitResult(None, None, {**WEIGHTS, "a": torch.ones(3) + 0.25})) == (

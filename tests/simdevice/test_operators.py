@@ -6,9 +6,7 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytestmark = pytest.mark.sim
 
@@ -75,66 +73,6 @@ def test_operators_are_the_cpus_to_the_bit(program):
         assert other.device == torch.device("sim", 0)
         assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
         assert torch.equal(one, other.cpu())
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x):
-        fused = F.scaled_dot_product_attention(x, x, x, is_causal=True)
-        return self.attention(x, x, fused, need_weights=False)[0]
-
-
-NETS = {
-    "conv": (
-        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.MaxPool2d(2)),
-        (2, 3, 8, 8),
-    ),
-    "mlp": (lambda: nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4)), (3, 6)),
-    "attention": (Attention, (2, 5, 8)),
-}
-
-
-def train(net, x, make_optimizer):
-    """Three steps; return the weights, the outputs and the buffers."""
-    optimizer = make_optimizer(net.parameters())
-    outputs = []
-    with sdpa_kernel(SDPBackend.MATH):  # the CPU would take its fused kernel
-        for _ in range(3):
-            output = net(x)
-            output = output[0] if isinstance(output, tuple) else output
-            output.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            outputs.append(output.detach().cpu())
-    return [*outputs, *(tensor.cpu() for tensor in net.state_dict().values())]
-
-
-@pytest.mark.parametrize("name", NETS)
-def test_forward_and_backward_are_the_cpus_to_the_bit(name):
-    make_net, shape = NETS[name]
-    net = make_net()
-    expected = train(copy.deepcopy(net), given(*shape), lambda parameters: torch.optim.SGD(parameters, 0.1))
-    found = train(net.to("sim"), given(*shape).to("sim"), lambda parameters: torch.optim.SGD(parameters, 0.1))
-    assert all(map(torch.equal, expected, found))
-
-
-OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, foreach=True),
-    "adamw foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
-    "adamw fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
-    "adafactor": torch.optim.Adafactor,
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_are_the_cpus_to_the_bit(name):
-    make_net, shape = NETS["mlp"]
-    net = make_net()
-    expected = train(copy.deepcopy(net), given(*shape), OPTIMIZERS[name])
-    assert all(map(torch.equal, expected, train(net.to("sim"), given(*shape).to("sim"), OPTIMIZERS[name])))
 
 
 @pytest.mark.parametrize("options", [{"bias": False}, {"bidirectional": True, "num_layers": 2}], ids=str)

@@ -42,14 +42,6 @@ def copy_to_the_device(is_right):
     return target + 1
 
 
-def event_of_the_wrong_stream(is_right):
-    source = pinned()
-    target, side, _ = on_side_stream(lambda: source.to("sim", non_blocking=True))
-    event = (side if is_right else torch.sim.current_stream()).record_event()
-    torch.sim.current_stream().wait_event(event)
-    return target + 1
-
-
 def copy_of_what_is_not_computed_yet(is_right):
     computed = torch.zeros(NUM, device="sim") + 2
     target, side, _ = on_side_stream(lambda: computed.to("cpu", non_blocking=True), behind_current=is_right)
@@ -119,7 +111,6 @@ def collective(is_right):
 KIB = "1.00 KiB"
 PROGRAMS = {
     copy_to_the_device: (2, f"add on stream 0 reads {KIB} that a copy to the device on stream S wrote"),
-    event_of_the_wrong_stream: (2, f"add on stream 0 reads {KIB} that a copy to the device on stream S wrote"),
     copy_of_what_is_not_computed_yet: (2, f"a copy to the host on stream S reads {KIB} that add on stream 0 wrote"),
     memory_used_again_too_early: (2, f"fill_ on stream 0 writes {KIB} that a copy to the host on stream S read"),
     a_source_that_is_overwritten_during_its_copy: (
@@ -182,16 +173,6 @@ def test_what_is_read_too_early_is_poison():
         torch.sim.synchronize()
         assert target.tolist() == [1.0] * NUM
         assert torch.empty(NUM, device="sim").isnan().all()
-
-
-def test_races_may_be_noted_only_or_not_looked_for():
-    with torch.sim.settings(races=1):
-        copy_to_the_device(is_right=False)
-    assert len(torch.sim.races()) == 1
-    torch.sim.clear_races()
-    with torch.sim.settings(races=0):
-        copy_to_the_device(is_right=False)
-    assert torch.sim.races() == []
 
 
 def test_query_says_no_twice():

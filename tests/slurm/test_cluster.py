@@ -40,10 +40,7 @@ def test_the_end_ends_jobs_daemons_and_folder(tmp_path):
     assert not cluster.folder.exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "receivers"),
-    [((), {"task", "child", "session"}), (("--batch",), {"batch"})],
-)
+@pytest.mark.parametrize(("options", "receivers"), [((), {"task", "child", "session"}), (("--batch",), {"batch"})])
 def test_a_signal_reaches_all_processes_of_a_step(cluster, tmp_path, options, receivers):
     """Children, such as workers of a DataLoader, get the signal that was meant for the task, wherever they are."""
     (tmp_path / "child.sh").write_text(f"{trap('child')}; echo ready child; {WAIT}")

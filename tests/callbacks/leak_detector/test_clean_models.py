@@ -171,9 +171,7 @@ class LateLayers(Clean):
         return self.loss(batch)
 
 
-MODELS = [
-    *(Clean, VariableLengths, ListMetric, CollectedOutputs, Manual, LastGraph, LateLayers, JoinedOutputs),
-]
+MODELS = [*(Clean, VariableLengths, ListMetric, CollectedOutputs, Manual, LastGraph, LateLayers, JoinedOutputs)]
 
 
 @pytest.fixture(params=["counted", "looked at always"])

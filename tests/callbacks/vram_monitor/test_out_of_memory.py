@@ -156,14 +156,6 @@ def test_a_second_copy_on_resume(make_trainer, tmp_path, monkeypatch):
     assert (tmp_path / "out_of_memory.md").read_text().startswith(title)
 
 
-def test_no_page_without_a_file(make_trainer, tmp_path):
-    trainer = make_trainer(callbacks=[VRAMMonitor(path=None)], default_root_dir=tmp_path)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer.fit(Lit("step"))
-    assert not (tmp_path / "out_of_memory.md").exists()
-    assert len(caught.value.__notes__) == 1
-
-
 @pytest.mark.parametrize(
     ("error", "said"), [(KeyError("planted"), "KeyError: 'planted'"), (KeyboardInterrupt(), "KeyboardInterrupt: ")]
 )

@@ -14,14 +14,7 @@ from lightning_vram.memory.device.out_of_memory import (
     read_out_of_memory,
 )
 from lightning_vram.memory.units import GIB, MIB
-from lightning_vram.report.out_of_memory import (
-    OutOfMemory,
-    Place,
-    Work,
-    find_cause,
-    page,
-    summary,
-)
+from lightning_vram.report.out_of_memory import OutOfMemory, Place, Work, find_cause, page, summary
 from lightning_vram.report.plan import Choice
 
 REQUEST = FailedRequest(2 * GIB, 80 * GIB, 1 * GIB, 79 * GIB, None, 77 * GIB, 1 * GIB)
