@@ -2,15 +2,8 @@
 
 import pytest
 from support.parts import ROOT
-from support.result_files import SPEED, write
 
 from tests.benchmarks.report import read_results
-
-
-def test_a_file_says_device_versions_and_date(tmp_path):
-    file = read_results(write(tmp_path / "a.json", SPEED, driver="590.1"))
-    assert (file.suite, len(file.rows)) == ("speed", 5)
-    assert file.caption == "x86_64, 1 threads, driver 590.1, torch 2.13.0+cpu, file of 2026-11-24"
 
 
 def test_all_files_that_are_kept_are_read():

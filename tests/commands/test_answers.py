@@ -19,18 +19,6 @@ from lightning_vram.memory.device.measurement import Measurement, write_measurem
 HEAVY = re.compile(r"\| +(torch|lightning|jsonargparse|omegaconf|scipy)$", re.MULTILINE)
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(monkeypatch, tmp_path) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def fail(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    return capsys.readouterr().err.removeprefix("lightning-vram: error: ").rstrip("\n")
-
-
 def record(path: str = "vram.jsonl") -> list[Measurement]:
     found = [
         Measurement("train", 0, batch, batch, "cuda:0", "allocator", allocated_bytes=1, peak_allocated_bytes=peak)
@@ -85,14 +73,14 @@ def test_help_of_a_question_opens_with_its_own_options(command, capsys):
         ("", "contains no measurements."),
     ],
 )
-def test_a_damaged_recording_is_one_line(text, message, capsys):
+def test_a_damaged_recording_is_one_line(text, message, fail):
     Path("a.jsonl").write_text(text)
-    assert message in fail(["report", "a.jsonl"], capsys)
+    assert message in fail("report", "a.jsonl")
 
 
-def test_calibrate_without_a_gpu_is_one_line(capsys, monkeypatch):
+def test_calibrate_without_a_gpu_is_one_line(monkeypatch, fail):
     monkeypatch.setattr("lightning_vram.memory.device.accelerators.has_statistics", lambda kind: False)
-    assert fail(["calibrate", "-o", "gpu.json"], capsys).startswith("calibrate found no GPU on this machine. Run it on")
+    assert fail("calibrate", "-o", "gpu.json").startswith("calibrate found no GPU on this machine. Run it on")
     assert not Path("gpu.json").exists()
 
 
@@ -103,7 +91,7 @@ def test_a_closed_pipe_ends_without_a_traceback():
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys):
+def test_an_interrupt_ends_without_a_traceback(monkeypatch):
     def report(args):
         raise KeyboardInterrupt
 
@@ -124,7 +112,7 @@ def test_presets_are_listed(capsys):
     assert re.search(rf"^  quickstart +{re.escape(about)}$", out, re.MULTILINE)
 
 
-def test_presets_are_copied_with_what_their_commands_need(capsys):
+def test_presets_are_copied_with_what_their_commands_need(fail):
     main(["presets", "early_release"])
     assert sorted(path.name for path in Path("configs").iterdir()) == ["early_release.yaml", "quickstart.yaml"]
     main(["presets", "--all", "-o", "configs"])  # those that are there are the same
@@ -132,8 +120,8 @@ def test_presets_are_copied_with_what_their_commands_need(capsys):
     for path in CONFIGS:
         assert (Path("configs") / path.name).read_bytes() == path.read_bytes()
     Path("configs/gpt_lean.yaml").write_text("mine")
-    assert fail(["presets", "gpt_lean"], capsys).startswith("configs/gpt_lean.yaml exists and is another file.")
+    assert fail("presets", "gpt_lean").startswith("configs/gpt_lean.yaml exists and is another file.")
     assert Path("configs/gpt_lean.yaml").read_text() == "mine"
-    assert fail(["presets", "quickstrt"], capsys) == (
+    assert fail("presets", "quickstrt") == (
         "there is no preset 'quickstrt'. Did you mean quickstart? `lightning-vram presets` lists all."
     )

@@ -33,12 +33,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(monkeypatch, tmp_path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["lightning-vram"])
-
-
 @pytest.fixture
 def answer(monkeypatch) -> Callable[..., None]:
     """Let a function of the test be the estimate."""
@@ -58,14 +52,6 @@ def asked(answer) -> dict[str, Any]:
 
     answer(estimate_memory)
     return found
-
-
-def fail(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(["estimate", *arguments])
-    assert caught.value.code == 2
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("lightning-vram: error: "))
-    return line.removeprefix("lightning-vram: error: ").removesuffix(" (LIGHTNING_VRAM_DEBUG=1 shows where)")
 
 
 def test_the_answer_is_printed_and_drawn(asked, capsys):
@@ -138,9 +124,9 @@ def test_a_run_that_does_not_fit_has_an_exit_code_of_its_own(arguments, answer, 
     assert json.loads(out)["fits"] is False if arguments else out.startswith("Does not fit: ")
 
 
-def test_a_batch_of_the_wrong_kind_is_one_line(answer, capsys):
+def test_a_batch_of_the_wrong_kind_is_one_line(answer, fail):
     answer(lambda module, batch, **arguments: torch.nn.Embedding(4, 4)(batch))
-    line = fail([QUICKSTART, *DEVICE, "--batch.shape=[8, 3, 224, 224]"], capsys)
+    line = fail("estimate", QUICKSTART, *DEVICE, "--batch.shape=[8, 3, 224, 224]")
     assert line.startswith("the step fails on the batch of --batch.shape: ")
     assert "token ids need --batch.dtype int64 and --batch.high with the size of the vocabulary." in line
 
@@ -153,11 +139,11 @@ def test_what_the_users_code_prints_is_no_part_of_the_json(answer, capsys):
     assert "hello" in err
 
 
-def test_a_strategy_a_number_and_a_device_are_refused_in_one_line(capsys):
-    line = fail([QUICKSTART, *DEVICE, "--trainer.strategy=fsdp_ofload"], capsys)
+def test_a_strategy_a_number_and_a_device_are_refused_in_one_line(fail):
+    line = fail("estimate", QUICKSTART, *DEVICE, "--trainer.strategy=fsdp_ofload")
     assert line.startswith("You selected an invalid strategy name: `strategy='fsdp_ofload'`.")
-    assert fail([QUICKSTART, *DEVICE, "--devices=0"], capsys) == "--devices must be at least 1, got 0."
-    assert "Did you mean RTX 5090, RTX 4090, " in fail([QUICKSTART, "--device=rtx9999"], capsys)
+    assert fail("estimate", QUICKSTART, *DEVICE, "--devices=0") == "--devices must be at least 1, got 0."
+    assert "Did you mean RTX 5090, RTX 4090, " in fail("estimate", QUICKSTART, "--device=rtx9999")
 
 
 def test_a_device_can_be_described(asked):
@@ -226,20 +212,20 @@ def test_a_large_model_is_made_without_its_memory(asked):
         ([QUICKSTART, "--device=no.json"], "the file 'no.json' cannot be read: No such file or directory."),
     ],
 )
-def test_bad_input_is_one_line(arguments, message, asked, capsys):
+def test_bad_input_is_one_line(arguments, message, asked, fail):
     Path("folder.html").mkdir()
-    assert fail(arguments, capsys) == message
+    assert fail("estimate", *arguments) == message
     assert asked == {}
 
 
-def test_a_picture_without_matplotlib_is_one_line_before_the_work(asked, monkeypatch, capsys):
+def test_a_picture_without_matplotlib_is_one_line_before_the_work(asked, monkeypatch, fail):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert fail([QUICKSTART, *DEVICE, "--plot=step.png"], capsys) == (
+    assert fail("estimate", QUICKSTART, *DEVICE, "--plot=step.png") == (
         "step.png needs matplotlib: pip install matplotlib. step.svg and step.html need nothing."
     )
     assert asked == {}
 
 
-def test_what_the_estimate_refuses_is_one_line(answer, capsys):
+def test_what_the_estimate_refuses_is_one_line(answer, fail):
     answer(lambda *args, **kwargs: parse_bytes("a lot", "device"))
-    assert fail([QUICKSTART, *DEVICE], capsys).startswith("device must be a number and one of B, ")
+    assert fail("estimate", QUICKSTART, *DEVICE).startswith("device must be a number and one of B, ")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def in_tmp_path(monkeypatch, tmp_path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["lightning-vram"])
-
-
 def answer(monkeypatch, plan) -> dict[str, Any]:
     """Let the planner find a plan; returns what it will be called with."""
     found: dict[str, Any] = {}
@@ -62,14 +55,6 @@ def asked(monkeypatch) -> dict[str, Any]:
 def write(name: str, **trainer: Any) -> str:
     Path(name).write_text(yaml.safe_dump({**MODEL, "trainer": {**MODEL["trainer"], **trainer}}))
     return f"--config={name}"
-
-
-def fail(arguments: list[str], capsys: pytest.CaptureFixture[str], exit_code: int = 2) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main(["plan", *arguments])
-    assert caught.value.code == exit_code
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("lightning-vram: error: "))
-    return line.removeprefix("lightning-vram: error: ").removesuffix(" (LIGHTNING_VRAM_DEBUG=1 shows where)")
 
 
 def test_it_asks_for_what_the_configuration_says(asked):
@@ -126,7 +111,7 @@ def test_a_run_that_fits_needs_nothing(monkeypatch, capsys):
     assert yaml.safe_load(Path("plan.yaml").read_text()) == {"trainer": {}}
 
 
-def test_a_plan_is_replaced_and_nothing_else(asked, capsys):
+def test_a_plan_is_replaced_and_nothing_else(asked, fail):
     main(["plan", write("my.yaml"), *DEVICE, "-o=plan.yaml"])
     first = Path("plan.yaml").read_text()
     main(["plan", "--config=my.yaml", *DEVICE, "-o=plan.yaml"])
@@ -134,18 +119,18 @@ def test_a_plan_is_replaced_and_nothing_else(asked, capsys):
     asked.clear()
     Path("other.yaml").write_text("trainer: {}\n")
     both = ["--config=my.yaml", "--config=plan.yaml", *DEVICE]
-    assert fail([*both, "-o=other.yaml"], capsys) == (
+    assert fail("plan", *both, "-o=other.yaml") == (
         "--output=other.yaml exists and is not a plan of lightning-vram: name another file."
     )
-    assert fail([*both, "-o=plan.yaml"], capsys) == "--output=plan.yaml is a --config of this plan: remove it there."
+    assert fail("plan", *both, "-o=plan.yaml") == "--output=plan.yaml is a --config of this plan: remove it there."
     assert asked == {}
     assert Path("other.yaml").read_text() == "trainer: {}\n"
 
 
-def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
+def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys, fail):
     found = plan_of().found
     monkeypatch.setattr("lightning_vram.planner.plan.search", lambda *args, **kwargs: replace(found, best=None))
-    line = fail([QUICKSTART, *DEVICE, "--budget=1MiB", "-o=plan.yaml"], capsys, exit_code=3)
+    line = fail("plan", QUICKSTART, *DEVICE, "--budget=1MiB", "-o=plan.yaml", exit_code=3)
     assert "1.00 MiB" in line
     assert "the minimum found is 700.00 MiB, with MicroBatching(size=2)." in line.replace("The", "the")
     assert re.search(r"What helps: budget='\d+\.\d\dMiB', or perhaps allow='lossless' or 'any'\.", line)
@@ -174,19 +159,19 @@ def test_where_nothing_fits_there_is_one_line(monkeypatch, capsys):
         ([*DEVICE, "--nope=1"], "unrecognized arguments: --nope=1"),
     ],
 )
-def test_bad_input_is_one_line(arguments, message, asked, capsys):
-    assert fail([QUICKSTART, *arguments], capsys) == message
+def test_bad_input_is_one_line(arguments, message, asked, fail):
+    assert fail("plan", QUICKSTART, *arguments) == message
     assert asked == {}
 
 
-def test_bad_input_is_refused_before_the_module_is_made(asked, monkeypatch, capsys):
+def test_bad_input_is_refused_before_the_module_is_made(asked, monkeypatch, fail):
     def fails(*args, **kwargs):
         raise AssertionError
 
     for name in ("ByteGPT", "SourceText"):
         monkeypatch.setattr(getattr(lightning_vram.demos, name), "__init__", fails)
-    assert fail([QUICKSTART, *DEVICE, "--budget=0"], capsys) == "--budget must be above 0, got '0'."
-    assert fail([QUICKSTART, "--device=voodoo"], capsys).startswith("device 'voodoo' is unknown. ")
+    assert fail("plan", QUICKSTART, *DEVICE, "--budget=0") == "--budget must be above 0, got '0'."
+    assert fail("plan", QUICKSTART, "--device=voodoo").startswith("device 'voodoo' is unknown. ")
 
 
 def test_json_has_the_plan_and_its_choices(asked, capsys):
@@ -202,9 +187,9 @@ def test_json_has_the_plan_and_its_choices(asked, capsys):
     assert [one["needed_bytes"] for one in values["choices"] if one["is_plan"]] == [plan.peak_bytes]
 
 
-def test_a_budget_of_a_file_needs_a_unit_too(asked, capsys):
+def test_a_budget_of_a_file_needs_a_unit_too(asked, fail):
     Path("budget.yaml").write_text("budget: 20\n")
-    line = fail([QUICKSTART, *DEVICE, "--config=budget.yaml"], capsys)
+    line = fail("plan", QUICKSTART, *DEVICE, "--config=budget.yaml")
     assert line == "--budget has no unit, got 20: write '20GiB'."
     Path("budget.yaml").write_text("budget: 20000000000\n")
     main(["plan", QUICKSTART, *DEVICE, "--config=budget.yaml"])
@@ -252,10 +237,10 @@ def test_fit_takes_a_strategy_and_plugins_of_a_plan(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_plan_of_the_planner_is_run(capsys):
+def test_a_plan_of_the_planner_is_run(capsys, fail):
     sizes = [f"--{part}.init_args.sequence_length=128" for part in ("model", "data")]
     sizes += ["--model.init_args.num_layers=4", "--model.init_args.width=64", "--data.init_args.batch_size=8"]
     main(["plan", write("my.yaml"), *sizes, "--device=cpu", "--budget=20MiB", "-o", "plan.yaml"])
     assert re.search(r"^\*.*ActivationCheckpointing", capsys.readouterr().out, re.MULTILINE)
     main(["fit", "--config=my.yaml", *sizes, "--config=plan.yaml", "--trainer.fast_dev_run=true"])
-    assert "fits 1.00 MiB" in fail(["--config=my.yaml", *sizes, "--device=cpu", "--budget=1MiB"], capsys, 3)
+    assert "fits 1.00 MiB" in fail("plan", "--config=my.yaml", *sizes, "--device=cpu", "--budget=1MiB", exit_code=3)

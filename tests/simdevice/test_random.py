@@ -20,16 +20,6 @@ def test_a_seed_sets_the_generators_of_host_and_device():
     assert torch.sim.initial_seed() == 3
 
 
-@pytest.mark.parametrize("draw", [drop, lambda: torch.rand(4, device="sim")], ids=["dropout", "rand"])
-def test_what_the_device_draws_leaves_the_hosts_generator_alone(draw):
-    before = torch.get_rng_state()
-    draw()
-    assert torch.equal(torch.get_rng_state(), before)
-    state = torch.sim.get_rng_state()
-    torch.rand(3)
-    assert torch.equal(torch.sim.get_rng_state(), state)
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpoint_draws_the_same_mask_again(use_reentrant):
     masks = []
