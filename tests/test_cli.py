@@ -163,6 +163,7 @@ def test_interpolation_follows_overrides_and_other_files(capsys, monkeypatch):
 CALLBACK = "lightning_vram.ActivationCheckpointing"
 
 
+@pytest.mark.quick_sample(4)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -9,8 +9,6 @@ comment: ``# no deterministic kernel: ctc_loss``.
 import re
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).parent
 IS_ON_DEVICE = re.compile(r"pytest\.mark\.(device|gpu)\b")
 IS_WEAK = re.compile(
@@ -34,18 +32,3 @@ def test_bits_are_compared_with_deterministic_kernels():
     assert {path for path in texts if path.stem.endswith("_on_device")} <= set(chosen)
     weak = [f"{path.relative_to(TESTS)}:{line}" for path, text in chosen.items() for line in weak_lines(text)]
     assert weak == []
-
-
-@pytest.mark.parametrize(
-    ("line", "is_weak"),
-    [
-        ('make_trainer(deterministic="warn")', True),
-        ('options = {"deterministic": False}', True),
-        ("torch.use_deterministic_algorithms(True, warn_only=True)", True),
-        ("torch.backends.cudnn.deterministic = True", True),
-        ('make_trainer(deterministic="warn")  # no deterministic kernel: ctc_loss', False),
-        ("make_trainer(deterministic=True)", False),
-    ],
-)
-def test_what_chooses_none_is_found(line, is_weak):
-    assert bool(weak_lines(line)) is is_weak

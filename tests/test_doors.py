@@ -77,6 +77,7 @@ def test_a_file_holds_a_topic():
     assert len(lengths) <= 300
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_recover(), reason="MicroBatching('auto') under FSDP2 needs torch 2.13")
 def test_few_files_have_to_be_read_to_follow_a_training_step():
     command = [sys.executable, "-m", "tests.benchmarks.files_per_step", "fsdp_offload", "all four"]

@@ -85,7 +85,7 @@ def test_an_item_is_ended_with_all_that_it_started(tmp_path):
         subprocess.Popen(["bash", "-c", f"{marker} & exit"], process_group=0).wait()
         time.sleep(60)
 
-    item = Item("group.item", -9.5, partial(rows_of, rows={"slow": start_and_wait}))  # a limit of 11 seconds
+    item = Item("group.item", -13, partial(rows_of, rows={"slow": start_and_wait}))  # a limit of 4 seconds
     before = time.monotonic()
     run(tmp_path, item)
     assert time.monotonic() - before < 30

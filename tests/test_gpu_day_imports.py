@@ -6,6 +6,7 @@ CUDA cannot be initialized again after a fork, and asking for the number of devi
 import subprocess
 import sys
 
+import pytest
 from support.parts import ROOT
 
 SPY = """
@@ -25,6 +26,7 @@ print(calls)
 """
 
 
+@pytest.mark.slow
 def test_importing_the_items_opens_no_driver():
     command = [sys.executable, "-W", "ignore", "-c", SPY]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

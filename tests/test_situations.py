@@ -67,7 +67,7 @@ def test_jobs_are_those_that_the_tests_of_slurm_run():
         assert script.rpartition("/")[2] in tested
 
 
-@pytest.mark.slow_except("tokens_as_it_is")
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["tokens_as_it_is", "tokens"])
 def test_tokens_that_fit_are_those_of_the_estimator(way):
     rows = json.loads((ROOT / "tests" / "benchmarks" / "results" / "tokens_cpu.json").read_text())["rows"]

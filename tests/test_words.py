@@ -28,21 +28,3 @@ def test_messages_have_none():
         if terms_in(text)
     }
     assert found == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("The memory of plain.", ["'plain' -> baseline; without lightning_vram"]),
-        ("Tensors kept for the backward.", ["'kept for' -> saved for backward; saved activations"]),
-        ("Equal to the bit, beside others.", ["'to the bit'", "'beside'"]),
-        ("What the second run does not reach is not kept.", ["'second run'", "subject a noun"]),
-        ("Users shall not read it twice.", ["'shall'"]),
-        ("`plain`, plain text and hidden states:\n```python\nbeside = 1\n```\n", []),
-        ("| What you see | What uses memory? |", []),
-    ],
-)
-def test_terms_are_found_outside_of_code(text, found):
-    hits = terms_in(text)
-    assert len(hits) == len(found)
-    assert all(any(part in hit for hit in hits) for part in found)

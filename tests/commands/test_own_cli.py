@@ -53,6 +53,7 @@ def test_the_strategy_has_a_name():
     assert isinstance(make("--trainer.strategy=fsdp_offload").trainer.strategy, lightning_vram.FSDPOffloadStrategy)
 
 
+@pytest.mark.slow
 def test_the_command_knows_names_where_no_file_names_the_package():
     """A process of its own: others have imported everything."""
     demo = "lightning.pytorch.demos.boring_classes"

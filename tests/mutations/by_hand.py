@@ -5,9 +5,11 @@ from typing import Any
 import torch
 from mutations.hostile import patient
 from support.devices import DEVICE, device_module
-from torch import Tensor
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from lightning_vram.core.host.transfers import StreamCopies
+from lightning_vram.techniques.mixed_precision.loss_scaling import LossScaling
 
 NUM_BYTES = 4096
 WINDOW = 2**30  # of bytes: nothing is let go of before it is over
@@ -128,3 +130,13 @@ def made_for_another_stream() -> list[Tensor]:
         read = made + 1
     other.synchronize()
     return [read.cpu()]
+
+
+def overflow_with_the_scale_on_the_host() -> list[Tensor]:
+    """The loss is on the host, and gradients are on the device."""
+    weight = nn.Parameter(torch.ones(2, device=DEVICE))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    scaling = LossScaling(GradScaler(DEVICE, init_scale=8.0), [optimizer])
+    scaling.scale((weight * float("inf")).sum().cpu()).backward()
+    scaling.step(optimizer)
+    return [torch.tensor(scaling.num_overflowed), weight.detach().cpu()]

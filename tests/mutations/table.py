@@ -1,6 +1,6 @@
 """Each wait of the package, taken out, and a program that is wrong without it."""
 
-from mutations import averaging, by_hand, offloading, scaling, sharding
+from mutations import averaging, by_hand, offloading, sharding
 from mutations.mutation import Mutation
 
 _STREAM_COPIES = "core.host.transfers:StreamCopies"
@@ -94,7 +94,7 @@ SHARDING = [
     Mutation(
         "techniques.mixed_precision.loss_scaling:_join",
         "found_inf = torch.maximum(found_inf, check.to(scale.device))",
-        scaling.overflow_with_the_scale_on_the_host,
+        by_hand.overflow_with_the_scale_on_the_host,
         "found_inf = torch.maximum(found_inf, check.to(scale.device, non_blocking=True))",
     ),
     Mutation(

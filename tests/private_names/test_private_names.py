@@ -91,21 +91,20 @@ def test_no_file_outside_of_the_folder_uses_a_private_name():
     assert [use for path in package_files() for use in foreign_uses(path)] == []
 
 
-def classes_of(path: Path) -> Iterator[type]:
+@cache
+def classes_of(path: Path) -> list[type]:
     name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-    if name.endswith("__main__"):
-        return
-    for value in vars(importlib.import_module(name)).values():
-        if isinstance(value, type) and value.__module__ == name:
-            yield value
+    members = {} if name.endswith("__main__") else vars(importlib.import_module(name))
+    return [value for value in members.values() if isinstance(value, type) and value.__module__ == name]
 
 
-def own_names(cls: type) -> set[str]:
+@cache
+def own_names(cls: type) -> frozenset[str]:
     """Private names of a class: its members, annotations and the attributes that its methods set."""
     names = set(vars(cls)) | set(vars(cls).get("__annotations__", {}))
     with suppress(OSError, TypeError):  # written in C
         names |= set(re.findall(r"\bself\.(_\w+)\s*(?::[^=\n]+)?=[^=]", inspect.getsource(cls)))
-    return set(filter(is_private, names))
+    return frozenset(filter(is_private, names))
 
 
 def is_of_a_library(cls: type) -> bool:

@@ -32,8 +32,7 @@ class LitNet(pl.LightningModule):
     def __init__(self, step_seconds: float, num_workers: int) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 32), nn.Linear(32, 1))
-        self.step_seconds = step_seconds
-        self.num_workers = num_workers
+        self.step_seconds, self.num_workers = step_seconds, num_workers
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         time.sleep(self.step_seconds)
@@ -62,8 +61,7 @@ class Events(Callback):
     """Tells the test what happens when; dies where it is asked to, in the first start of a job."""
 
     def __init__(self, path: Path, die_at: int) -> None:
-        self.path = path
-        self.die_at = die_at
+        self.path, self.die_at = path, die_at
 
     def write(self, **event: Any) -> None:
         with self.path.open("a") as file:
@@ -102,24 +100,19 @@ def main() -> None:
     parser.add_argument("--save_every", type=int, default=0, help="steps between checkpoints; 0: none")
     parser.add_argument("--die_at", type=int, default=-1, help="step after which rank 1 is killed")
     parser.add_argument("--clear_up_seconds", type=float, default=0, help="what follows a fit, even one that failed")
-    parser.add_argument("--timeout", type=float, default=60, help="seconds that ranks of fsdp_offload wait")
     arguments = parser.parse_args()
     root = arguments.root
     torch.set_num_threads(1)
     pl.seed_everything(1)
-    callbacks: list[Callback] = [
-        Events(root / f"events.{os.environ.get('SLURM_PROCID', '0')}.jsonl", arguments.die_at),
-        SlurmRequeue(),
-    ]
+    events = root / f"events.{os.environ.get('SLURM_PROCID', '0')}.jsonl"
+    callbacks: list[Callback] = [Events(events, arguments.die_at), SlurmRequeue()]
     if arguments.save_every:
-        folder = root / "checkpoints"
-        callbacks.append(
-            ModelCheckpoint(folder, every_n_train_steps=arguments.save_every, save_last=True, save_top_k=0)
-        )
+        saving = {"every_n_train_steps": arguments.save_every, "save_last": True, "save_top_k": 0}
+        callbacks.append(ModelCheckpoint(root / "checkpoints", **saving))
     strategy: Any = "ddp"
     if arguments.strategy != "ddp":
         kind = "sharded" if arguments.strategy == "sharded" else "full"
-        strategy = FSDPOffloadStrategy(min_params=100, state_dict_type=kind, timeout=arguments.timeout)
+        strategy = FSDPOffloadStrategy(min_params=100, state_dict_type=kind)
     trainer = pl.Trainer(
         accelerator="cpu",
         num_nodes=int(os.environ.get("SLURM_NNODES", "1")),

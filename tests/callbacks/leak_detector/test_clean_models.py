@@ -3,18 +3,18 @@
 import copy
 import warnings
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from support import leaky_models as leaky
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_vram.callbacks.leak_detector import LeakDetector
 from lightning_vram.memory.leaks import LiveBytes
 
-WIDTH, NUM_BATCHES, NUM_EPOCHS = 256, 8, 6  # 8 KiB in each result of a layer
+WIDTH, NUM_BATCHES, NUM_EPOCHS = leaky.WIDTH, 8, 6  # 8 KiB in each result of a layer
 DETECTOR = {"patience": 5, "min_bytes_per_step": 1024}
 
 
@@ -24,39 +24,20 @@ def rows(*, varies, num_batches=NUM_BATCHES):
     return DataLoader([torch.randn(size, WIDTH) for size in sizes], batch_size=None)
 
 
-class Clean(pl.LightningModule):
-    """Two layers, trained on noise."""
+class Clean(leaky.Plain):
+    """Trained and evaluated with what is logged."""
 
     varies = False
 
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8))
-
-    def loss(self, rows):
-        return self.net(rows).square().mean()
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch)
-
     def validation_step(self, batch, batch_idx):
         self.seen = self.loss(batch)
-        loss = self.loss(batch)
         if not self.trainer.predicting:  # which logs nothing
-            self.log("val", loss)
+            self.log("val", self.loss(batch))
 
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters())
+    test_step = predict_step = lambda self, batch, batch_idx: self.validation_step(batch, batch_idx)
 
     def train_dataloader(self):
         return rows(varies=self.varies)
-
-    def test_step(self, batch, batch_idx):
-        self.validation_step(batch, batch_idx)
-
-    def predict_step(self, batch, batch_idx):
-        self.validation_step(batch, batch_idx)
-        return self.net(batch)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 

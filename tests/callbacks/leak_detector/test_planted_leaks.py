@@ -75,6 +75,7 @@ def test_named(name, make_trainer):
     assert leaks[0][1].holders
 
 
+@pytest.mark.slow
 def test_views_in_a_metric_keep_graphs_in_the_first_epoch(make_trainer):
     model = leaky.Curve()
     rows = [torch.randn(leaky.NUM_ROWS, leaky.WIDTH) for _ in range(60)]

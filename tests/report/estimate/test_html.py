@@ -2,7 +2,6 @@
 
 import json
 import re
-from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
@@ -80,15 +79,6 @@ def test_a_page_needs_nothing_else():
     assert "prefers-color-scheme: dark" in text
 
 
-class _Tags(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-
-    def handle_starttag(self, tag, attrs) -> None:
-        self.tags.append(tag)
-
-
 def test_names_are_text_wherever_they_stand():
     evil = "</script><b>{{data}}&amp;"
     timeline = timeline_of(
@@ -96,10 +86,8 @@ def test_names_are_text_wherever_they_stand():
         [(0, 5, Phase.FORWARD), (1, 5, Phase.FORWARD)],
     )
     text = page(estimate_of(timeline, notes=(evil,)))
-    parser = _Tags()
-    parser.feed(text)
-    assert "b" not in parser.tags
-    assert parser.tags.count("script") == 1
+    assert "<b>" not in text.partition("const data")[0]
+    assert text.count("</script>") == 1
     assert evil in data_of(text)["names"]
 
 

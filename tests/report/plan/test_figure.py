@@ -1,4 +1,7 @@
-"""The picture of a plan by matplotlib: words that can be read."""
+"""The picture of a plan: by matplotlib, with words that can be read, and its page."""
+
+import re
+from xml.etree import ElementTree
 
 import pytest
 from support.plans import FUSION, OFFLOAD, checkpointing, measured, plan_of, tried
@@ -38,3 +41,22 @@ def test_long_names_are_wrapped():
 def test_a_run_that_fits_is_drawn_as_well():
     plan = plan_of((measured(mib=4000, ms=100),), 4 * GIB)
     assert "1. the plan: baseline" in texts(figure_of(plan))
+
+
+def test_markers_are_in_order_of_their_times_and_sizes():
+    drawing = ElementTree.fromstring(re.search(r"<svg.*?</svg>", picture(plan_of()).page())[0])
+    marks = [found for found in drawing if (found.get("class") or "").startswith("mark")]
+    assert len(marks) == 7
+    places = [(float(found.get("cx")), float(found.get("cy"))) for found in marks]
+    first, plan, last = places[0], places[2], places[6]  # 4000, 2040, 700 MiB; 1.0, 1.15, 1.8 times
+    assert (plan[0] - first[0]) / (last[0] - first[0]) == pytest.approx(0.15 / 0.8, abs=0.01)
+    assert (plan[1] - first[1]) / (last[1] - first[1]) == pytest.approx(1960 / 3300, abs=0.01)
+
+
+def test_the_table_has_every_choice():
+    text = picture(plan_of()).page()
+    assert '<h1 class="good">Fits with this plan: 1.99 GiB of 2.00 GiB on H100, 1.15x the step time</h1>' in text
+    name = "3. the plan: InPlaceFusion + ActivationCheckpointing(budget=950MiB)"
+    cells = "<td>1.99 GiB</td><td>99.6%</td><td>1.15x</td><td>exact</td>"
+    assert f"<tr><td colspan=9>{name}</td></tr><tr>{cells}</tr>" in text
+    assert text.count("<td colspan=9>") == 7

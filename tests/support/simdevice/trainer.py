@@ -8,46 +8,37 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from support.simdevice import register  # noqa: F401
-from typing_extensions import override
 
 
 class SimAccelerator(Accelerator):
     """The simulated accelerator in a Trainer."""
 
-    @override
     def setup_device(self, device: torch.device) -> None:
         assert device.type == "sim"
 
-    @override
     def teardown(self) -> None:
         torch.sim.empty_cache()
 
     @staticmethod
-    @override
     def parse_devices(devices: Any) -> list[int]:
         return devices if isinstance(devices, list) else list(range(int(devices)))
 
     @staticmethod
-    @override
     def get_parallel_devices(devices: list[int]) -> list[torch.device]:
         return [torch.device("sim", index) for index in devices]
 
     @staticmethod
-    @override
     def auto_device_count() -> int:
         return 1
 
     @staticmethod
-    @override
     def is_available() -> bool:
         return True
 
     @staticmethod
-    @override
     def name() -> str:
         return "sim"
 
-    @override
     def get_device_stats(self, device: Any) -> dict[str, Any]:
         return torch.sim.memory_stats(device)
 
