@@ -10,13 +10,17 @@ import torch
 
 from lightning_vram.core.processes import leave_group
 from tests.benchmarks import __main__ as benchmarks
-from tests.benchmarks.cases import QUICK_WORKLOADS
-from tests.benchmarks.compare import Options, measure_ways
-from tests.benchmarks.ours import find_way
-from tests.benchmarks.suites import memory
-from tests.benchmarks.ways import PLAIN, Way
+from tests.benchmarks.cases import WORKLOADS
+from tests.benchmarks.compare import Options
+from tests.benchmarks.peers import PEERS
+from tests.benchmarks.sizes import grow_batch, largest_that
+from tests.benchmarks.suites import biggest, memory
+from tests.benchmarks.whole_runs import fit
 
 CPU = torch.device("cpu")
+RESNET = WORKLOADS[1]
+WAYS = {way.name: way for several in PEERS.values() for way in several}
+HERE = [name for name, way in WAYS.items() if way.by in ("PyTorch", "Lightning") and way.why_not(CPU) is None]
 CHECKPOINTED, MATMULS = "ActivationCheckpointing()", 'ActivationCheckpointing(save="matmuls")'
 
 
@@ -97,11 +101,6 @@ def test_a_quick_run_ends_without_an_error(suite, monkeypatch, tmp_path, alone):
     assert {row.get("error", "needs a GPU")[:11] for row in rows} == {"needs a GPU"}
 
 
-def test_a_suite_that_is_not_there_is_refused(monkeypatch, capsys):
-    assert run_suite(monkeypatch, "--suite", "memroy") == 2
-    assert "--suite memroy: use all, memory, speed" in capsys.readouterr().err
-
-
 def test_wrong_arguments_are_refused_before_anything_is_measured(monkeypatch, tmp_path, capsys):
     assert run_suite(monkeypatch, "--suite", "speed", "--repeats", "0") == 2
     assert "--repeats must be at least 1, got 0." in capsys.readouterr().err
@@ -114,15 +113,42 @@ def fail(model):
     raise RuntimeError("no such kernel\nand more")
 
 
-def test_a_way_that_cannot_run_is_a_row_and_others_go_on():
-    ways = [
-        PLAIN,
-        Way("raises", "ours", fail),
-        Way("missing", "torchao", why_not=lambda device: "not installed: pip install torchao"),
-        find_way(CHECKPOINTED),
-    ]
-    plain, raises, missing, ours = measure_ways(QUICK_WORKLOADS[1], ways, CPU, repeats=1, steps=1)
-    assert raises["error"] == "RuntimeError: no such kernel and more"
-    assert missing["error"] == "not installed: pip install torchao"
-    assert not {"peak_bytes", "seconds_per_step"} & (raises.keys() | missing.keys())
-    assert ours["seconds_of_first"] == ours["seconds_per_step"] / plain["seconds_per_step"]
+# --- others' ways to train, beside which ours is measured
+
+
+@pytest.mark.parametrize("name", [name for name in HERE if WAYS[name].make_trainer_options is not None])
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_lightning_alone_trains(name, alone):
+    options = WAYS[name].make_trainer_options(RESNET)
+    fit(RESNET, options.pop("callbacks", []), 2, CPU, **options)
+
+
+@pytest.mark.parametrize("start", [1, 38, 1000])
+@pytest.mark.parametrize("limit", [0, 1, 37])
+def test_the_largest_size_is_exact_wherever_it_begins(start, limit):
+    asked = []
+
+    def trains(size):
+        asked.append(size)
+        return size <= limit
+
+    assert largest_that(trains, start) == limit
+    assert min(asked) >= 1
+    assert len(asked) <= 22
+
+
+@pytest.mark.slow
+def test_a_way_has_a_row_with_its_largest_size_or_a_reason():
+    growth = grow_batch(RESNET)
+    names = ("plain", "torch.utils.checkpoint", "save_on_cpu", "AutoVRAM(budget)")
+    ways = [way for way in biggest.ways_for(growth, 20_000_000, has_peers=True) if way.name in names]
+    rows = list(biggest.measure_growth(growth, ways, CPU, 20_000_000))
+    by_name = {row["variant"]: row for row in rows}
+    assert sorted(by_name) == sorted(names)
+    for row in rows:
+        assert ("error" in row) != ("largest" in row)
+        assert row.get("peak_bytes", 0) <= row["budget_bytes"] == 20_000_000
+    assert by_name["save_on_cpu"]["error"] == "needs a device beside the host"
+    plain, hand, ours = (by_name[name]["largest"] for name in ("plain", "torch.utils.checkpoint", "AutoVRAM(budget)"))
+    assert 0 < plain < hand <= ours

@@ -131,13 +131,6 @@ def test_a_list_with_a_plus_is_added_to_that_of_the_preset(capsys):
     assert callbacks_of(read(config("single_gpu"), own, capsys=capsys)) == preset + added
 
 
-def test_the_command_line_adds_to_the_list_of_the_preset(capsys):
-    offload = "--trainer.callbacks+=lightning_vram.ActivationOffload"
-    result = read(config("single_gpu"), offload, "--trainer.callbacks.min_offload_bytes=64KiB", capsys=capsys)
-    assert callbacks_of(result) == [*callbacks_of(read(config("single_gpu"), capsys=capsys)), "ActivationOffload"]
-    assert result["trainer"]["callbacks"][-1]["init_args"]["min_offload_bytes"] == "64KiB"
-
-
 def test_a_list_without_a_plus_replaces_that_of_the_preset(capsys):
     result = read(config("single_gpu"), config("in_place_fusion"), capsys=capsys)
     assert callbacks_of(result) == ["InPlaceFusion"]

@@ -20,18 +20,3 @@ def test_benchmarks_are_printed_and_drawn(tmp_path, capsys):
     assert f"\n{picture}: drawn.\n" in out
     assert out.endswith("Nothing to draw in old.json: no row has by, a peak and seconds_per_step, or largest.\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [(None, "No such file or directory"), ("{", "is not a file of results: it is not JSON.")]
-)
-def test_a_missing_or_damaged_file_is_one_line(text, message, tmp_path, capsys):
-    path = tmp_path / "a.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(SystemExit) as caught:
-        main([str(path)])
-    assert caught.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"python -m tests.benchmarks.report: error: {path}")
-    assert last.endswith(message)

@@ -74,8 +74,3 @@ def test_a_narrow_terminal_cuts_no_number():
     fit = FitResult(one, 0.5, WEIGHTS)
     table = comparison_table(fit, FitResult(one, 123.4, WEIGHTS), "ActivationCheckpointing and ActivationOffload")
     assert_every_number_is_whole_at_80_columns(table)
-
-
-def test_names_in_a_file_are_neither_markup_nor_orders_to_the_terminal():
-    text = show(memory_table([reading(MIB, peak_by_module={"[/foo]\x1b[31m": 3})]))
-    assert row(text, "[/foo]?[31m") == ["3 B"]

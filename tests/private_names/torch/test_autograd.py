@@ -1,13 +1,11 @@
 """What is known of autograd's hooks."""
 
-import warnings
 from functools import partial
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lightning_vram.private_names.torch import hide_warning_of_hooks
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
@@ -20,11 +18,3 @@ def test_a_users_selective_checkpoint_within_our_hooks_warns_of_nothing(make_sta
         y = checkpoint(lambda x: (x @ x).relu(), x, use_reentrant=False, context_fn=contexts)  # a warning is an error
     y.sum().backward()
     assert torch.equal(x.grad, torch.full((4, 4), 8.0))
-
-
-def test_what_is_hidden_is_hidden_once():
-    with warnings.catch_warnings():
-        hide_warning_of_hooks()
-        before = list(warnings.filters)
-        hide_warning_of_hooks()
-        assert list(warnings.filters) == before
