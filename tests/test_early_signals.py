@@ -64,25 +64,6 @@ def test_what_is_held_back_is_let_through(mask):
     assert blocked() == set()
 
 
-PROBE = """
-import runpy, signal, sys
-runpy.run_path(sys.argv[1])
-print(sorted(int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, ())))
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "variables", "held"),
-    [("lightning-vram", {"SLURM_PROCID": "0"}, HELD), ("train.py", {"SLURM_PROCID": "0"}, set())],
-)
-def test_importing_it_holds_back_in_a_task_of_slurm(name, variables, held, tmp_path):
-    (tmp_path / name).write_text(PROBE)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")} | variables
-    command = [sys.executable, str(tmp_path / name), startup.__file__]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    assert run.stdout.strip() == str(sorted(map(int, held)))
-
-
 @pytest.mark.slow
 def test_a_signal_does_not_end_the_command_while_it_starts():
     environment = os.environ | {"SLURM_PROCID": "0", "PYTHONPATH": str(ROOT)}

@@ -12,18 +12,6 @@ import pytest_lightning_vram
 ROOT = Path(__file__).parents[1]
 FOLDERS = os.pathsep.join(map(str, (ROOT, ROOT / "lightning_vram" / "pytest_entry")))
 
-HIDE = """
-import runpy, sys
-from importlib.machinery import PathFinder
-class Hiding(PathFinder):  # torch 2.15 finds its backends by entry points, for which finders are asked, too
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        hidden = {"lightning", "pytorch_lightning", "torchmetrics", "jsonargparse", "omegaconf", "rich"}
-        return None if name.partition(".")[0] in hidden else PathFinder.find_spec(name, path, target)
-sys.meta_path[:] = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
-sys.argv[:] = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 ONLY_NAMED = ("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # else it is there twice where the package is installed
 PROJECT = """
 import os
@@ -163,15 +151,6 @@ def test_workers_of_xdist_share_one_file(run, tmp_path):
     assert len(peaks(tmp_path)) == 3
     code, output = run(110_000, "--vram-baseline=peaks.json")
     assert (code, "grown by 10.00 %" in output) == (1, True)
-
-
-@pytest.mark.slow
-def test_works_where_lightning_is_hidden(tmp_path):
-    (tmp_path / "main.py").write_text(
-        "import sys, pytest\nsys.exit(pytest.main(['-p', 'pytest_lightning_vram', '--rootdir=.', '-q']))"
-    )
-    done = run_alone(tmp_path, "-c", HIDE, "main.py")
-    assert "3 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_what_pytest_imports_at_each_start_imports_no_torch(tmp_path):
