@@ -28,10 +28,7 @@ SMALL = [
     *("--trainer.limit_val_batches=1", "--trainer.log_every_n_steps=2", "--trainer.accelerator=cpu"),
 ]
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)

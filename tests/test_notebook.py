@@ -52,10 +52,3 @@ def test_it_is_saved_with_what_it_prints_and_one_small_picture(saved):
     assert {out.get("name", PNG) for cell in code(saved) for out in cell.outputs} == {"stdout", PNG}
     assert {cell.execution_count for cell in code(saved)} == {None}
     assert NOTEBOOK.stat().st_size < 200 * 1024
-
-
-def test_what_it_prints_is_within_the_budget(saved):
-    baseline, optimized, budget = [float(word) for word in printed(saved).split() if word.replace(".", "").isdigit()][
-        :3
-    ]
-    assert optimized <= budget == pytest.approx(baseline / 2, abs=0.005)

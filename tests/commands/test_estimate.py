@@ -27,10 +27,7 @@ QUICKSTART = f"--config={ROOT / 'configs' / 'quickstart.yaml'}"
 DEVICE = ["--device", "rtx4090"]
 SHAPE = [*DEVICE, "--batch.shape"]
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
 
 @pytest.fixture

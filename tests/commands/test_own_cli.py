@@ -13,10 +13,7 @@ from support.parts import ROOT
 
 import lightning_vram
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 OWN = {"trainer": {"callbacks": [{"class_path": "ModelSummary"}], "logger": False, "accelerator": "cpu"}}
 
 

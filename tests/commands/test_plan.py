@@ -28,10 +28,7 @@ MODEL = {
     "trainer": {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False},
 }
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
 
 def answer(monkeypatch, plan) -> dict[str, Any]:

@@ -90,16 +90,6 @@ def pinned_memory_that_the_host_overwrites(is_right):
     return kernel
 
 
-def pinned_memory_that_another_copy_overwrites(is_right):
-    source, other = pinned(2.0), torch.full((NUM,), 7.0, device="sim")
-    target, _, copied = on_side_stream(lambda: source.to("sim", non_blocking=True))
-    if is_right:
-        copied.wait()
-    source.copy_(other, non_blocking=True)
-    torch.sim.synchronize()
-    return target + 1
-
-
 def collective(is_right):
     tensor = torch.full((NUM,), 3.0, device="sim")
     work = distributed.all_reduce(tensor, async_op=True)
@@ -118,10 +108,6 @@ PROGRAMS = {
         f"zero_ on stream 0 writes {KIB} that a copy to the host on stream S read",
     ),
     kernels_on_two_streams: (2, f"mul_ on stream 0 writes {KIB} that add_ on stream S wrote"),
-    pinned_memory_that_another_copy_overwrites: (
-        3,
-        f"a copy to the host on stream 0 writes {KIB} that a copy to the device on stream S read",
-    ),
 }
 
 

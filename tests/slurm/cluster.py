@@ -93,24 +93,19 @@ def read_environments() -> Iterator[tuple[int, dict[str, str]]]:
 
 
 class Cluster:
-    """A cluster that lives as long as the ``with`` block.
+    """A cluster of two nodes with four cores each that lives as long as the ``with`` block.
 
     Partitions are ``main`` (the default), ``low``, whose jobs are requeued when a job of ``high`` wants their nodes.
 
-    Args:
-        num_nodes: Nodes are called ``node1``, ``node2`` and so on.
-        cpus_per_node: What each node claims to have.
     """
 
-    def __init__(self, num_nodes: int = 2, cpus_per_node: int = 4) -> None:
-        self.nodes = [f"node{number}" for number in range(1, num_nodes + 1)]
-        self.cpus_per_node = cpus_per_node
+    nodes = ("node1", "node2")
+
+    def __init__(self) -> None:
         self._owner = os.getpid()
         self._commands: dict[str, tuple[str, ...]] = {}  # of the daemons, by name
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._last_descriptions: dict[str, dict[str, str]] = {}
-
-    # --- life
 
     def __enter__(self) -> Self:
         self.folder = _make_folder()
@@ -203,8 +198,6 @@ class Cluster:
             if variables.get("SLURM_CONF") == str(self.configuration):
                 yield process, variables
 
-    # --- settings
-
     @property
     def configuration(self) -> Path:
         return self.folder / "slurm.conf"
@@ -238,7 +231,7 @@ class Cluster:
         lines = [f"{name}={value}" for name, value in settings.items()]
         lines += [
             f"NodeName={node} NodeHostname={node} NodeAddr={address} Port={port} "
-            f"CPUs={self.cpus_per_node} RealMemory=4000 Gres=gpu:{len(_DEVICE_FILES)} State=UNKNOWN"
+            f"CPUs=4 RealMemory=4000 Gres=gpu:{len(_DEVICE_FILES)} State=UNKNOWN"
             for node, port in zip(self.nodes, ports, strict=True)
         ]
         lines += [
@@ -247,8 +240,6 @@ class Cluster:
             f"PartitionName=high {partition} PriorityTier=10 PreemptMode=off",
         ]
         return "\n".join(lines) + "\n"
-
-    # --- jobs
 
     def run(self, *command: str, check: bool = True, env: Mapping[str, str] | None = None) -> str:
         """Run a SLURM client and return what it prints; its errors too, if failure is no error (``check=False``)."""
@@ -293,11 +284,6 @@ class Cluster:
         """Wait until the job is in one of the states, and return which."""
         self.wait_until(lambda: self.state(job) in states, job, timeout, f"never was in state {' or '.join(states)}")
         return self.state(job)
-
-    def wait_for_output(self, job: int | str, text: str, timeout: float = 30) -> str:
-        """Wait until the job has printed ``text``, and return all that it has printed."""
-        self.wait_until(lambda: text in self.output(job), job, timeout, f"never printed {text!r}")
-        return self.output(job)
 
     def wait_until(self, condition: Callable[[], bool], job: int | str, timeout: float, complaint: str) -> None:
         """Fail with all that is known of the job if the condition does not come true in time."""
