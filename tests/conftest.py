@@ -275,26 +275,25 @@ def _types_alive(fitted: list[weakref.ref[object]]) -> list[str]:
     return [type(one).__name__ for ref in fitted if (one := ref()) is not None]
 
 
-@pytest.fixture(params=[TinyCNN, TinyGPT], ids=["cnn", "gpt"])
-def make_model(request: pytest.FixtureRequest) -> Callable[[], LitTiny]:
+def _seeded(make: Callable[[], Any]) -> Callable[[], Any]:
     """Build the same model, with the same weights and the same data to come, at every call."""
 
-    def build() -> LitTiny:
+    def build() -> Any:
         pl.seed_everything(0, verbose=False)
-        return LitTiny(request.param())
+        return make()
 
     return build
+
+
+@pytest.fixture(params=[TinyCNN, TinyGPT], ids=["cnn", "gpt"])
+def make_model(request: pytest.FixtureRequest) -> Callable[[], LitTiny]:
+    return _seeded(lambda: LitTiny(request.param()))
 
 
 @pytest.fixture(params=sorted(CASES))
 def make_case(request: pytest.FixtureRequest) -> Callable[[], pl.LightningModule]:
     """As ``make_model``, over the demos as well: any kind of model the package promises something for."""
-
-    def build() -> pl.LightningModule:
-        pl.seed_everything(0, verbose=False)
-        return CASES[request.param]()
-
-    return build
+    return _seeded(CASES[request.param])
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tests.benchmarks import __main__ as benchmarks
 from tests.benchmarks.cases import WORKLOADS
 from tests.benchmarks.compare import Options
 from tests.benchmarks.peers import PEERS
-from tests.benchmarks.sizes import grow_batch, largest_that
+from tests.benchmarks.sizes import grow_batch
 from tests.benchmarks.suites import biggest, memory
 from tests.benchmarks.whole_runs import fit
 
@@ -122,20 +122,6 @@ def fail(model):
 def test_lightning_alone_trains(name, alone):
     options = WAYS[name].make_trainer_options(RESNET)
     fit(RESNET, options.pop("callbacks", []), 2, CPU, **options)
-
-
-@pytest.mark.parametrize("start", [1, 38, 1000])
-@pytest.mark.parametrize("limit", [0, 1, 37])
-def test_the_largest_size_is_exact_wherever_it_begins(start, limit):
-    asked = []
-
-    def trains(size):
-        asked.append(size)
-        return size <= limit
-
-    assert largest_that(trains, start) == limit
-    assert min(asked) >= 1
-    assert len(asked) <= 22
 
 
 @pytest.mark.slow

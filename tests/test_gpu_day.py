@@ -13,7 +13,6 @@ import torch
 from support.simdevice import build
 
 from tests.benchmarks.gpu_day import agenda, device_tests, results
-from tests.benchmarks.gpu_day.__main__ import forget
 from tests.benchmarks.gpu_day.items import Item, Job
 from tests.benchmarks.gpu_day.schedule import run_items
 
@@ -98,21 +97,6 @@ def test_an_item_is_ended_with_all_that_it_started(tmp_path):
 def is_running(command):
     files = list(Path("/proc").glob("[0-9]*/cmdline"))
     return any(file.read_bytes() == command.replace(" ", "\0").encode() + b"\0" for file in files if file.exists())
-
-
-def test_failed_rows_are_run_again_and_good_ones_kept(tmp_path):
-    rows = [{"name": "good", "is_met": True}, {"name": "differs", "is_met": False}, {"name": "wrong", "error": "x"}]
-    results.write(tmp_path, "group.item", {"status": "done", "rows": rows, "at": None})
-    item = make_item("group.item", good=lambda: {"is_new": True}, differs=lambda: {"is_met": True}, wrong=dict)
-    assert run(tmp_path, item) == []
-    assert outcomes(tmp_path, "group.item")["wrong"] == "x"  # it was done
-    forget([item], tmp_path, "failed")
-    run(tmp_path, item)
-    found = {row["name"]: row for row in results.read(tmp_path, "group.item")["rows"]}
-    assert set(found) == {"good", "differs", "wrong"}
-    assert "is_new" not in found["good"]
-    assert found["differs"]["is_met"]
-    assert "error" not in found["wrong"]
 
 
 def test_chunks_hold_all_tests_once():

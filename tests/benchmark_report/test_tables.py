@@ -1,6 +1,6 @@
 """What ``python -m tests.benchmarks.report`` prints, line by line."""
 
-from support.consoles import assert_every_number_is_whole_at_80_columns, shown_at
+from support.consoles import shown_at
 from support.result_files import BIGGEST, SPEED, write
 
 from tests.benchmarks.report import read_results, result_tables
@@ -44,19 +44,3 @@ def test_each_line(tmp_path):
         printed(speed, biggest)
         == f"{SPEED_TABLE}{BIGGEST_TABLE}Left out: 2 rows that did not run (shown by --all).\n{DIFFERENCES}"
     )
-
-
-def test_columns_that_do_not_fit_follow_below(tmp_path):
-    file = write(tmp_path / "a.json", SPEED)
-    assert_every_number_is_whole_at_80_columns(result_tables([read_results(file)], all_rows=True))
-    lines = printed(file, width=80).splitlines()
-    assert lines[3:10] == [
-        "GPT",
-        "                           by        peak, tracked  of baseline  time per step",
-        "baseline                   baseline     400.00 MiB         1.00       500.0 ms",
-        "ActivationCheckpointing()  ours         100.00 MiB         0.25       625.0 ms",
-        "InPlaceFusion()            ours         300.00 MiB         0.75       562.5 ms",
-        "torch.utils.checkpoint     PyTorch      120.00 MiB         0.30       750.0 ms",
-        "",
-    ]
-    assert lines[11].split() == ["baseline", "1.00", "(0.95", "to", "1.10)"]

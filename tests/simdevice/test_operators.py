@@ -75,19 +75,6 @@ def test_operators_are_the_cpus_to_the_bit(program):
         assert torch.equal(one, other.cpu())
 
 
-@pytest.mark.parametrize("options", [{"bias": False}, {"bidirectional": True, "num_layers": 2}], ids=str)
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_recurrent_layers_are_the_cpus_but_for_rounding(kind, options):
-    layer, found = kind(5, 7, **options), []
-    for device in ("cpu", "sim"):
-        ours, x = copy.deepcopy(layer).to(device), torch.linspace(-1, 1, 90).view(6, 3, 5).to(device).requires_grad_()
-        output, state = ours(x)
-        loss = output.square().sum() + sum(part.sin().sum() for part in (state if kind is nn.LSTM else [state]))
-        loss.backward()
-        found.append([tensor.detach().cpu() for tensor in (output, x.grad, *(p.grad for p in ours.parameters()))])
-    torch.testing.assert_close(*found)
-
-
 def test_tensors_of_two_devices_do_not_go_together():
     with pytest.raises(RuntimeError, match=r"Expected all tensors to be on the same device.*sim:0 and cpu!"):
         torch.ones(5, device="sim") + torch.ones(5)

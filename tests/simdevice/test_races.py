@@ -161,15 +161,6 @@ def test_what_is_read_too_early_is_poison():
         assert torch.empty(NUM, device="sim").isnan().all()
 
 
-def test_query_says_no_twice():
-    pinned().to("sim", non_blocking=True)
-    event = torch.sim.current_stream().record_event()
-    assert [event.query() for _ in range(4)] == [False, False, True, True]
-    assert torch.sim.Event().query()  # that was never recorded
-    pinned().to("sim", non_blocking=True)
-    assert [torch.sim.current_stream().query() for _ in range(3)] == [False, False, True]
-
-
 def test_operators_for_which_the_host_waits_can_be_refused():
     tensor = torch.ones(NUM, device="sim")
     torch.sim.set_sync_debug_mode("error")

@@ -30,7 +30,6 @@ def run(stage, model, make_trainer, *callbacks, on_leak="warn", **arguments):
 def nothing_kept():
     yield
     leaky.KEPT.clear()
-    leaky.OnClass.outputs.clear()
 
 
 PLANTED = {
@@ -52,11 +51,6 @@ PLANTED = {
         rf"self\.net\.0\._forward_hooks\[\d+\]: a list of \d+ items, \d+ with their autograd graph.* {WITH_GRAPH}",
     ),
     "sum of losses": (leaky.Total, r"self\.total: a tensor whose autograd graph spans all steps\. .*"),
-    "average of parameters": (
-        leaky.Ema,
-        r"self\.mean\.\d\.(weight|bias): a tensor whose autograd graph spans all steps\. .*",
-    ),
-    "list of a class": (leaky.OnClass, rf"self\.outputs: a list of \d+ items\. {WITHOUT}"),
     "manual optimization": (
         leaky.Manual,
         rf"self\.penalties: a dict of \d+ items, \d+ with their autograd graph.* {WITH_GRAPH}",

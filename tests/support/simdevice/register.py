@@ -6,7 +6,7 @@ The process is another one then: how the CPU allocates, which accelerator PyTorc
 import sys
 
 import torch
-from support.simdevice import device_module, fused_cells, tensor_data  # noqa: F401
+from support.simdevice import device_module, tensor_data
 from support.simdevice.extension import extension
 
 torch._register_device_module("sim", device_module)
