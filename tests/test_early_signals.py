@@ -57,13 +57,6 @@ def blocked() -> set[int]:
     return signal.pthread_sigmask(signal.SIG_BLOCK, ()) & HELD
 
 
-def test_what_is_held_back_is_let_through(mask):
-    startup.hold_back()
-    assert blocked() == HELD
-    startup.let_through()
-    assert blocked() == set()
-
-
 @pytest.mark.slow
 def test_a_signal_does_not_end_the_command_while_it_starts():
     environment = os.environ | {"SLURM_PROCID": "0", "PYTHONPATH": str(ROOT)}

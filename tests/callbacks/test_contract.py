@@ -53,7 +53,7 @@ def test_training_is_unchanged_in(name, make, same_as_baseline):
 
 
 @pytest.mark.slow_except(
-    *("cnn-whole-ActivationCheckpointing", "gpt-layer-ActivationCompression", "gpt-layer-InPlaceFusion"),
+    *("cnn-whole-ActivationCheckpointing", "gpt-layer-ActivationCompression", "gpt-layer-InPlaceFusion")
 )
 @pytest.mark.parametrize("name", KEEPS_RESULT)
 @pytest.mark.parametrize("part", ["whole", "layer"])

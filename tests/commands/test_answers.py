@@ -13,7 +13,6 @@ from support.parts import CONFIGS, ROOT
 import lightning_vram
 from lightning_vram.cli import main
 from lightning_vram.commands.files import FILE_COMMANDS
-from lightning_vram.commands.options import options_of
 from lightning_vram.memory.device.measurement import Measurement, write_measurement
 
 HEAVY = re.compile(r"\| +(torch|lightning|jsonargparse|omegaconf|scipy)$", re.MULTILINE)
@@ -54,15 +53,6 @@ def test_an_answer_needs_neither_pytorch_nor_half_a_second(arguments, exit_code,
     assert words in done.stdout + done.stderr
     assert HEAVY.findall(done.stderr) == []
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
-
-
-@pytest.mark.parametrize("command", ["estimate", "plan"])
-def test_help_of_a_question_opens_with_its_own_options(command, capsys):
-    main([command, "--config=nope.yaml", "-h"])
-    out = capsys.readouterr().out
-    assert len(out.splitlines()) < 60
-    assert all(f"--{name}" in out for name in options_of(command))
-    assert "--trainer." not in out
 
 
 @pytest.mark.parametrize(

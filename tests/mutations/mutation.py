@@ -16,19 +16,12 @@ Workload = Callable[[], list[Tensor]]
 
 @dataclass(frozen=True)
 class Mutation:
-    """A wait that is taken out, or comes too early.
+    """A wait that is taken out, or comes too early."""
 
-    Attributes:
-        place: Module within the package and function in it: ``"core.host.transfers:StreamCopies.send"``.
-        old: Lines of the function, without their common indentation.
-        workload: A program that is wrong then.
-        new: What they become.
-    """
-
-    place: str
-    old: str
-    workload: Workload
-    new: str = "pass"
+    place: str  # module within the package and function in it: "core.host.transfers:StreamCopies.send"
+    old: str  # lines of the function, without their common indentation
+    workload: Workload  # a program that is wrong then
+    new: str = "pass"  # what the lines become
 
     @property
     def lines(self) -> tuple[int, int]:

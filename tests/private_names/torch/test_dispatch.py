@@ -11,7 +11,6 @@ from lightning_vram.private_names.dispatcher import FakeTensorMode, QuickFakeMod
 
 CALLS: dict[str, Callable[[], Any]] = {
     "an integer and a float": lambda: [torch.zeros(3, dtype=torch.int64) * number for number in (2, 2.0)],
-    "a truth value and an integer": lambda: [torch.zeros(3, dtype=torch.bool) + number for number in (True, 1)],
     "strides": lambda: [torch.zeros(3, 3).exp(), torch.zeros(3, 3).t().exp()],
     "shapes": lambda: [torch.zeros(6, 2) @ torch.zeros(2, n) for n in (3, 4)],
     "dtypes": lambda: [torch.zeros(3, dtype=dtype).cumsum(0) for dtype in (torch.float32, torch.bool)],
@@ -19,7 +18,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     "gradients": lambda: [torch.zeros(3, requires_grad=flag).detach() for flag in (True, False)],
     "lists": lambda: [torch.cat([torch.zeros(2)] * number) for number in (2, 3)],
     "places of nothing": lambda: [torch.zeros(4, 4)[:, None], torch.zeros(4, 4)[None, :]],
-    "complex numbers": lambda: [torch.zeros(2) * number for number in (1j, 1.0)],
 }
 
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
-from support.estimates import GIB, MIB, allocation, estimate_of, timeline_of, training_timeline
+from support.estimates import GIB, MIB, estimate_of, training_timeline
 
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
-from lightning_vram.memory.tracking.timeline import Category, Phase
 from lightning_vram.report.drawing import as_figure
 from lightning_vram.report.estimate import ShownEstimate, picture, side_by_side
 
@@ -79,13 +78,6 @@ def test_files_are_of_their_kind_and_the_same_each_time(tmp_path):
     assert image.imread(tmp_path / "step.png").shape[1] == 2480
     assert {found[:4] for found in first.values()} == {b"\x89PNG", b"<svg", b"%PDF", b"<!DO"}
     assert ElementTree.fromstring(first[".svg"]).tag == "{http://www.w3.org/2000/svg}svg"
-
-
-def test_a_long_step_is_drawn_in_as_many_columns_as_can_be_seen():
-    made = [allocation("a", "", Category.ACTIVATIONS) for _ in range(20_000)]
-    changes = [(number, 1, Phase.FORWARD) for number in range(20_000)]
-    estimate = estimate_of(timeline_of(made, changes + [(n, -1, Phase.BACKWARD) for n in range(20_000)]))
-    assert len(picture(estimate).svg()) < 60_000
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,6 @@ def test_a_narrow_terminal_cuts_no_number():
     assert_every_number_is_whole_at_80_columns(plan_table(plan_of()))
 
 
-def test_a_run_that_fits_is_one_line():
-    text = str(plan_of(tried()[:1], budget_bytes=4000 * 2**20))
-    assert text == "Fits without changes: 3.91 GiB of 3.91 GiB on H100. There is nothing to do."
-
-
 def test_long_names_are_whole_and_no_markup():
     part = Part("p.Part[red]", {"nvme_path": "/scratch/" + "x" * 40, "layers": "a.b.*"})
     parts = (part, FUSION, OFFLOAD, checkpointing("950MiB"))
