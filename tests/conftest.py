@@ -229,11 +229,7 @@ def _restore_variables() -> None:
 
 @pytest.fixture
 def deterministic_kernels() -> None:
-    """For tests without a Trainer that compare bits: an operator without a deterministic kernel raises.
-
-    With ``warn_only=True`` the backward of fused attention on CUDA would stay nondeterministic, and so it would with
-    ``torch.backends.cudnn.deterministic``. :func:`leave_process_as_it_was` switches it off.
-    """
+    """For tests without a Trainer that compare bits: an operator without a deterministic kernel raises."""
     torch.use_deterministic_algorithms(mode=True)
 
 

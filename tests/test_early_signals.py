@@ -81,9 +81,6 @@ def test_a_signal_does_not_end_the_command_while_it_starts():
     assert "--trainer.max_steps" in output
 
 
-# --- the command
-
-
 @pytest.fixture
 def command(tmp_path, monkeypatch, mask):
     """A command in a task of SLURM, for which a signal waits."""
@@ -132,8 +129,6 @@ def test_tasks_that_srun_did_not_start_are_refused_in_one_line(command, monkeypa
     said = "lightning-vram: error: The SLURM job has 2 tasks, and this process was not started by srun"
     assert capsys.readouterr().err.splitlines()[-1].startswith(said)
 
-
-# --- a program that has been stopped
 
 STOPPED = """
 import signal

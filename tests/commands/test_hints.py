@@ -31,7 +31,6 @@ UNION = """Parser key "trainer.callbacks":
         (UNION, "trainer.callbacks: a.B: n: Expected int, got 1.5"),
         ("unrecognized arguments: --foo", "unrecognized arguments: --foo"),
         ("two\n  lines", "two; lines"),
-        ("", ""),
         ("Subtypes: only noise\nErrors:", "Subtypes: only noise Errors:"),
     ],
 )

@@ -46,10 +46,6 @@ def test_short_names_on_the_command_line():
     assert {"ModelSummary", "MicroBatching"} <= {*found}
 
 
-def test_the_strategy_has_a_name():
-    assert isinstance(make("--trainer.strategy=fsdp_offload").trainer.strategy, lightning_vram.FSDPOffloadStrategy)
-
-
 @pytest.mark.slow
 def test_the_command_knows_names_where_no_file_names_the_package():
     """A process of its own: others have imported everything."""

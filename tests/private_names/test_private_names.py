@@ -124,9 +124,6 @@ def test_no_class_overrides_a_private_name_of_a_class_it_derives_from():
     assert overridden == []
 
 
-# --- the tables ---
-
-
 class Entry(NamedTuple):
     file: str
     name: str

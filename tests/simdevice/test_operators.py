@@ -11,11 +11,6 @@ from torch import nn
 pytestmark = pytest.mark.sim
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def given(*shape):
     """The same numbers for both devices."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))

@@ -131,14 +131,6 @@ class Manual(Clean):
         return [torch.optim.Adam(self.net[0].parameters()), torch.optim.Adam(self.net[2].parameters())]
 
 
-class LastGraph(Clean):
-    """Keeps the graph of one step, until the next."""
-
-    def training_step(self, batch, batch_idx):
-        self.last = self.net(batch)
-        return self.last.square().mean()
-
-
 class LateLayers(Clean):
     """Others train in each epoch, so that gradients and states come bit by bit."""
 
@@ -152,7 +144,7 @@ class LateLayers(Clean):
         return self.loss(batch)
 
 
-MODELS = [*(Clean, VariableLengths, ListMetric, CollectedOutputs, Manual, LastGraph, LateLayers, JoinedOutputs)]
+MODELS = [*(Clean, VariableLengths, ListMetric, CollectedOutputs, Manual, LateLayers, JoinedOutputs)]
 
 
 @pytest.fixture(params=["counted", "looked at always"])

@@ -25,9 +25,6 @@ def _check(device: Any) -> None:
         raise ValueError(f"Expected a sim device, but got: {device}")
 
 
-# --- the device ---
-
-
 def _answer(value: Any) -> Any:
     return lambda *arguments, **options: value
 
@@ -145,9 +142,6 @@ def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None
 
 def get_per_process_memory_fraction(device: Any = None) -> float:
     return extension.settings.fraction
-
-
-# --- random numbers ---
 
 
 def get_rng_state(device: Any = "sim") -> torch.Tensor:
