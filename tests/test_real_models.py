@@ -23,10 +23,12 @@ def test_the_readme_has_the_row_of_the_file(name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.skipif(not figures_hold(), reason="figures are of the pinned torch")
-@pytest.mark.parametrize("name", ["resnet-50", "unet-3d"])
+@pytest.mark.parametrize("name", ["llama-8b-lora", "resnet-50", "unet-3d"])  # a plan for the other takes minutes
 def test_the_program_still_finds_the_row(name):
-    pytest.importorskip("monai" if name == "unet-3d" else "transformers")
+    pytest.importorskip("monai" if name == "unet-3d" else "peft")
     assert measure(name) == ROWS[name]
 
 
@@ -41,16 +43,13 @@ def callbacks_of(features: str) -> list[pl.Callback]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.skipif(not figures_hold(), reason="figures are of the pinned torch")
-@pytest.mark.parametrize("name", ["llama-8b-lora", "llama-1b"])  # their plans take minutes
-def test_a_step_with_the_features_of_the_row_needs_its_memory(name):
-    pytest.importorskip("peft")
-    model, row = MODELS[name], ROWS[name]
+def test_a_step_with_the_features_of_the_other_row_needs_its_memory():
+    model, row = MODELS["llama-1b"], ROWS["llama-1b"]
     with torch.device("meta"):
         module, shapes = model.make()
     batch = tree_map(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), shapes)
     for callbacks, expected in (([], "baseline_bytes"), (callbacks_of(row["features"]), "peak_bytes")):
         trainer = {**model.trainer, "callbacks": callbacks}
         estimate = estimate_memory(module, batch, device=DEVICE, trainer=trainer, find_limits=False)
-        assert estimate.needed_bytes == row[expected]
+        assert estimate.needed_bytes == pytest.approx(row[expected], rel=0.002)  # the text rounds the arguments
