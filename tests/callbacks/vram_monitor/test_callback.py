@@ -66,7 +66,7 @@ def test_logs_to_every_logger(make_trainer, tmp_path):
     loggers = [CSVLogger(tmp_path, "one"), CSVLogger(tmp_path, "other")]
     make_trainer(callbacks=[VRAMMonitor(path=None)], logger=loggers, max_epochs=1).fit(LitTiny(TinyCNN()))
     for logger in loggers:
-        rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").open()))
+        rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
         train = [row for row in rows if row["vram/peak_allocated_bytes"]]
         assert [row["step"] for row in train] == ["1", "2"]
         assert all(train[0][f"vram/{name}"] for name in ("allocated_bytes", "backward/peak_allocated_bytes"))
