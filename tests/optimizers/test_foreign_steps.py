@@ -22,7 +22,7 @@ from support.sharded_nets import (
 )
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore:.* is not one of torch.optim's")]
 
@@ -110,18 +110,6 @@ def test_the_model_sees_what_was_written_before_a_second_closure(mesh):
     assert_same(weights(net), weights(plain))
 
 
-def test_hooks_see_the_parameters_of_the_module(mesh):
-    net = make()
-    with hosted(net) as host:
-        optimizer = Factored(net.parameters())
-        host.attach([optimizer])
-        seen = []
-        for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
-            register(lambda optimizer, args, kwargs: seen.append(optimizer.param_groups[0]["params"]))
-        take_step(net, optimizer)
-        assert [[id(p) for p in params] for params in seen] == [[id(p) for p in net.parameters()]] * 2
-
-
 def test_a_checkpoint_of_it_goes_on_plainly(mesh):
     net, plain = make(), make()
     with hosted(net) as host:
@@ -137,37 +125,6 @@ def test_a_checkpoint_of_it_goes_on_plainly(mesh):
     take_step(plain, reference)
     take_step(plain, reference, 1)
     assert_same(expected, weights(plain))
-
-
-class Averaging(Optimizer):
-    """Lets another one step, as Lookahead does."""
-
-    def __init__(self, inner: Optimizer) -> None:
-        self.inner = inner
-        super().__init__(inner.param_groups, {})
-        self.param_groups = inner.param_groups
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = self.inner.step(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
-                slow.lerp_(parameter, 0.5)
-                parameter.copy_(slow)
-        return loss
-
-
-def test_one_that_lets_another_step_is_left_alone(mesh):
-    net, plain = make(), make()
-    reference = Averaging(SGD(plain.parameters(), lr=0.1, momentum=0.9, foreach=False))
-    with hosted(net) as host:
-        optimizer = Averaging(SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False))
-        host.attach([optimizer])
-        for seed in range(3):
-            take_step(net, optimizer, seed)
-            take_step(plain, reference, seed)
-        assert_same(weights(net), weights(plain))
 
 
 def fail_on_two() -> None:

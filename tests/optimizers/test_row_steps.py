@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_vram.core.tensors.codecs import LowBitTensor
-from lightning_vram.optimizers import low_precision, step_loop
+from lightning_vram.optimizers import low_precision
 from lightning_vram.optimizers.low_precision import LowPrecisionMoments, can_run, rule_of, step_rows
 from lightning_vram.optimizers.moment_forms import FORMS, UpdateCheck
 from lightning_vram.optimizers.step_round import Member, StepRound, is_ruled
@@ -162,23 +162,6 @@ def test_a_step_that_inductor_compiled_is_that_of_the_operators(make, form, monk
     assert can_run(torch.device("cpu"))  # it has not failed
 
 
-def test_slices_round_as_the_whole_parameter(monkeypatch):
-    torch.manual_seed(0)
-    weights = random_parameters([(140032,)] * 2)
-    with torch.no_grad():
-        weights[1].copy_(weights[0])
-    set_gradients(weights[:1])
-    weights[1].grad = weights[0].grad.clone()
-    optimizers = [AdamW([one]) for one in weights]
-    for optimizer, size in zip(optimizers, (2**24, 2**15), strict=True):
-        monkeypatch.setattr(low_precision, "SLICE", size)
-        give_moments(optimizer, "bf16")
-        assert not step_members(optimizer)
-    assert torch.equal(*weights)
-    for key in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(*(one.state[weight][key] for one, weight in zip(optimizers, weights, strict=True)))
-
-
 def test_a_block_with_a_gradient_that_is_not_finite_has_a_scale_of_nan():
     (parameter,) = random_parameters([(4096,)])
     parameter.grad = torch.ones(4096)
@@ -310,27 +293,4 @@ def test_lost_updates_are_counted_outside_of_rows(in_rows):
         optimizer.step()
     assert check.share is not None
     assert not in_rows
-    moments.let_go()
-
-
-def test_lost_updates_are_counted_in_parts(monkeypatch):
-    monkeypatch.setattr(step_loop, "PART_ELEMENTS", 1024)
-    sizes = []
-    step_parts = step_loop.step_parts
-
-    def note(step_round, parts, *others):
-        sizes.append([part.size for part in parts])
-        step_parts(step_round, parts, *others)
-
-    monkeypatch.setattr(step_loop, "step_parts", note)
-    weight = nn.Parameter(torch.ones(4096))
-    optimizer = AdamW([weight], fused=True)
-    check = UpdateCheck(lambda: True)
-    moments = LowPrecisionMoments(nn.ParameterList([weight]), FORMS["bf16"], check=check)
-    moments.attach([optimizer])
-    for _ in range(2):
-        weight.grad = torch.ones(4096)
-        check.begin()
-        optimizer.step()
-    assert [size for size in sizes if size] == [[1024]] * 8
     moments.let_go()

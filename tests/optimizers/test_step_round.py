@@ -136,32 +136,3 @@ def test_states_of_sharded_parameters_are_sharded_alike(mesh):
             assert isinstance(state[key], DTensor)
             assert (state[key].placements, state[key].shape) == (one.placements, one.shape)
             assert torch.equal(state[key].full_tensor(), reference.state[other][key])
-
-
-def test_hooks_and_attributes_of_the_optimizer_are_seen_by_its_step_but_hooks_are_not_called():
-    class Own(optim.SGD):
-        pass
-
-    parameters = make_parameters()
-    optimizer = Own(parameters, lr=0.1)
-    optimizer.register_step_pre_hook(lambda *args: pytest.fail("for every portion"))
-    step_round = StepRound(optimizer, is_on_host=True)
-    step_round.run(step_round.take_rest())
-    assert optimizer.param_groups[0]["params"] == parameters
-
-
-def test_local_part_is_that_of_a_sharded_tensor_and_anything_else_itself(mesh):
-    tensor = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
-    assert local_shard(tensor) is tensor._local_tensor
-    assert local_shard(3) == 3
-
-
-def test_states_stay_on_the_host_beside_their_shards_where_the_mesh_is_of_another_device(mesh, monkeypatch):
-    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
-    parameter.grad = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
-    monkeypatch.setattr(parameter.device_mesh, "_device_type", "meta")  # may be an equal one of an earlier test
-    assert parameter.device_mesh.device_type == "meta"
-    optimizer = optim.AdamW([parameter])
-    step_round = StepRound(optimizer, is_on_host=True)
-    step_round.run(step_round.take_rest())
-    assert local_shard(optimizer.state[parameter]["exp_avg"]).device.type == "cpu"

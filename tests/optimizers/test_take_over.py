@@ -7,12 +7,12 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 from support.lean_nets import EXACT, assert_same_weights, give_gradients, lean_net, make_net, take_steps
-from torch import nn, optim
+from torch import optim
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_vram.optimizers import step_round
 from lightning_vram.optimizers.bf16_weights import LeanParameters
-from lightning_vram.optimizers.step_round import StepTakeOver, owner_of
+from lightning_vram.optimizers.step_round import owner_of
 
 
 @pytest.mark.parametrize("scheme", EXACT)
@@ -27,28 +27,6 @@ def test_they_step_as_in_fp32_from_the_first_step(kind, scheme):
         take_steps(plain, reference, seed)
     lean.restore()
     assert_same_weights(net, plain)
-
-
-def test_closure_loss_hooks_and_states_are_those_of_the_real_one():
-    net = make_net()
-    lean = LeanParameters(net.parameters(), "bf16+split")
-    optimizer, seen = optim.AdamW(net.parameters()), []
-
-    def before(hooked, args, kwargs):
-        seen.append("before")
-        hooked.param_groups[0]["params"][0].grad = torch.zeros_like(net[0].weight)  # as clipping does
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(lambda hooked, args, kwargs: seen.append(hooked is optimizer))
-    weight = lean.full_state(net.state_dict())["0.weight"]
-    give_gradients(net, 0)
-    assert optimizer.step(closure=lambda: seen.append("closure") or 3.0) == 3.0
-    assert seen == ["before", "closure", True]
-    assert torch.equal(lean.full_state(net.state_dict())["0.weight"], weight * (1 - 1e-3 * 1e-2))  # its decay alone
-    assert {id(p) for p in optimizer.state} == {id(p) for p in net.parameters()}
-    assert all(state["step"] == 1 for state in optimizer.state.values())
-    assert optimizer.step(lambda: 4.0) == 4.0
-    assert seen == ["before", "closure", True, "before", True]
 
 
 def test_a_second_optimizer_over_the_same_parameters_takes_its_place():
@@ -137,33 +115,3 @@ def test_their_hook_of_all_steps_goes_with_the_last(living):
     lean.restore()
     assert (len(living), len(_global_optimizer_pre_hooks)) == (0, before)
     take_steps(net, optimizer, 0)
-
-
-class Fleeting(StepTakeOver):
-    """Is gone once one of them hears of a step."""
-
-    def attach(self, optimizers):
-        raise AssertionError
-
-    def _has_ours(self, optimizer):
-        calls.append(id(self))
-        owners.clear()
-        gc.collect()
-        return False
-
-    def _step(self, optimizer, closure=None):
-        raise AssertionError
-
-
-calls: list[int] = []
-owners: list[Fleeting] = []
-
-
-def test_what_goes_while_hooks_are_called_does_not_disturb_them(living):
-    owners.extend(Fleeting() for _ in range(3))
-    weight = nn.Parameter(torch.ones(2))
-    weight.grad = torch.ones(2)
-    optim.SGD([weight], lr=1.0).step()
-    assert len(calls) == 3
-    assert not living
-    assert torch.equal(weight, torch.zeros(2))

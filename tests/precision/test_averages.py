@@ -7,9 +7,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateFinder, WeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support.helpers import PlantedError, assert_equal_weights, describe_module
+from support.helpers import assert_equal_weights, describe_module
 from support.lean_nets import EXACT
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -191,14 +191,6 @@ def test_a_checkpoint_is_that_of_a_plain_run(scheme, fit, tmp_path):
         assert all(torch.equal(ours[key][name], plain[key][name]) for name in plain[key])
 
 
-@pytest.mark.parametrize("scheme", EXACT)
-def test_a_search_for_the_learning_rate_goes_back_to_where_it_began(scheme, fit):
-    def search() -> LearningRateFinder:
-        return LearningRateFinder(num_training_steps=3, early_stop_threshold=None, update_attr=False)
-
-    check(fit(scheme, callbacks=[search()]), fit(None, callbacks=[search()]))
-
-
 def test_a_second_fit_averages_anew(fit):
     models = []
     for scheme in ("bf16+split", None):
@@ -227,20 +219,6 @@ def test_replicas_have_the_same_average(scheme, fit, tmp_path):
     for key, value in one.items():
         assert torch.equal(value, other[key])
         assert torch.equal(value, average[f"module.{key}"])
-
-
-class Failing(Net):
-    def on_validation_epoch_end(self) -> None:
-        raise PlantedError
-
-
-def test_what_fails_leaves_a_plain_module(make_trainer):
-    callback, model = EMAWeightAveraging(), Failing()
-    trainer = make_trainer(plugins=[lean("bf16+split")], callbacks=[callback], limit_val_batches=1, max_epochs=1)
-    with pytest.raises(PlantedError):
-        trainer.fit(model)
-    vars(model).update(average=average_of(callback), saved_by=trainer, callback=callback)
-    check_undone(model)
 
 
 class Growing(Callback):

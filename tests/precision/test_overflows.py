@@ -120,12 +120,6 @@ def test_a_schedule_by_epochs_does_not_wait(make_trainer):
     assert trainer.lr_scheduler_configs[0].scheduler.get_last_lr() == [0.5]
 
 
-def test_a_schedule_waits_in_steps_where_gradients_are_accumulated(make_trainer):
-    model = Scripted([1.0, INF, 1.0, 1.0, 1.0, 1.0])
-    trainer = train(model, make_trainer, accumulate_grad_batches=2)
-    assert trainer.lr_scheduler_configs[0].scheduler.get_last_lr() == [0.5**2]
-
-
 def test_overflows_are_logged(make_trainer):
     trainer = train(Scripted(GRADIENTS), make_trainer, log_every_n_steps=1)
     assert trainer.logged_metrics["vram/overflow_steps"] == 4
@@ -242,33 +236,6 @@ def test_one_of_many_steps_in_a_training_step_may_overflow(make_trainer):
     assert trainer.precision_plugin.scaler.get_scale() == 512
 
 
-class ManyOverflow(ManySteps):
-    def training_step(self, batch, batch_idx):
-        super().training_step(batch * (INF if batch_idx == 0 else 1.0), batch_idx)
-
-
-@pytest.mark.filterwarnings("ignore:.*in 50 optimizer steps in a row. Training continues in bf16")
-def test_many_steps_of_a_training_step_may_end_the_scaling(make_trainer):
-    model = ManyOverflow([1.0, 1.0])
-    plugin = LeanMixedPrecision("fp16", scaler=scaler(), on_overflow_limit="bf16")
-    assert train(model, make_trainer, plugin).precision == "bf16-mixed"
-    assert plugin.overflow_steps == 50
-
-
-class ScaledByHand(ManualScripted):
-    def training_step(self, batch, batch_idx):
-        optimizer, scaler = self.optimizers(), self.trainer.precision_plugin.scaler
-        optimizer.zero_grad()
-        scaler.scale((batch * self.weights[0]).sum()).backward()
-        optimizer.step()
-
-
-def test_a_loss_that_is_scaled_by_hand_is_unscaled(make_trainer):
-    model = ScaledByHand([3.0, 4.0, 5.0])
-    train(model, make_trainer)
-    assert torch.equal(model.weights[0], torch.full((4,), -12.0))
-
-
 class UnscaledByHand(ManualScripted):
     """What is done about Lightning's issue 18089 elsewhere."""
 
@@ -328,15 +295,6 @@ def test_steps_by_the_scaler_alone(module, expected, make_trainer):
     assert trainer.scaler.get_scale() == 512
 
 
-class SetsTheScale(ByHandUnclipped):
-    def on_train_batch_end(self, *args):
-        self.trainer.scaler.update(8.0)
-
-
-def test_the_scale_can_be_set(make_trainer):
-    assert train(SetsTheScale([1.0]), make_trainer).scaler.get_scale() == 8
-
-
 class LastIsNone(Scripted):
     def training_step(self, batch, batch_idx):
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
@@ -369,17 +327,6 @@ def test_a_run_that_went_on_in_another_format_is_evaluated_in_it(make_trainer, t
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     state = torch.load(tmp_path / "after.ckpt")["LeanMixedPrecision"]
     assert state["has_fallen_back"]
-
-
-def test_a_checkpoint_of_a_run_that_went_on_elsewhere_begins_a_new_count(make_trainer, tmp_path):
-    options = {"max_consecutive_overflows": 2}
-    plugin = LeanMixedPrecision("fp16", scaler=scaler(), on_overflow_limit="bf16", **options)
-    with pytest.warns(UserWarning, match="continues in bf16"):
-        trainer = train(Scripted([INF, INF, 1.0]), make_trainer, plugin)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    trainer = make_trainer(plugins=[LeanMixedPrecision("fp16", **options)], max_epochs=2, limit_val_batches=0)
-    trainer.fit(Scripted([INF, 1.0, 1.0]), ckpt_path=tmp_path / "last.ckpt")
-    assert trainer.precision == "16-mixed"
 
 
 def test_each_fit_counts_its_own_overflows_in_a_row(make_trainer):

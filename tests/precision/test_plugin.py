@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -32,7 +32,6 @@ ROOT = Path(__file__).parents[2]
 SCHEMES = ["bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"]
 OPTIONS = {"accumulation and clipping": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, "plain": {}}
 ALL = {"recast_in_backward": True, "low_precision_norms": True, "parameters": "bf16+split", "fp32_modules": ["*.head"]}
-ON_CPU = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # RMSNorm of torch's CPU build
 
 
 def lightnings(precision):
@@ -259,20 +258,6 @@ def test_the_module_is_what_it_was_after_each_run(precision, make_case, make_tra
         assert describe_module(model) == before
 
 
-def test_evaluation_computes_alike_within_and_without_a_fit(make_trainer):
-    model, losses = build(TinyGPT), []
-    options = {"low_precision_norms": True, "fp32_modules": ["net.blocks.1"]}
-    step = model.loss
-    model.loss = lambda batch: losses.append(step(batch)) or losses[-1]
-    trainer = make_trainer(plugins=[LeanMixedPrecision("bf16", **options)])
-    torch.manual_seed(1)
-    trainer.validate(model)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        torch.manual_seed(1)
-        plain = step(next(iter(model.val_dataloader())))
-    assert losses[-1] != plain  # islands and norms are in force
-
-
 def test_named_modules_run_in_fp32_in_evaluations_too(make_trainer):
     model, seen = build(TinyGPT), []  # transformer layers have a fast path there
     model.net.blocks[0].linear1.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].dtype))
@@ -334,15 +319,6 @@ class Adversaries(pl.LightningModule):
         return torch.utils.data.DataLoader(torch.randn(16, 8), batch_size=4)
 
 
-def test_adversaries_and_frozen_layers_train_as_with_lightnings_plugin(make_trainer):
-    plugins = BackwardWithoutAutocast("bf16-mixed", "cpu"), LeanMixedPrecision("bf16", parameters="bf16+master")
-    fitted = []
-    for plugin in plugins:
-        pl.seed_everything(0, verbose=False)
-        fitted.append(fit(Adversaries(is_one_graph=False), make_trainer(plugins=[plugin])))
-    assert_equal_weights(*fitted)
-
-
 @pytest.mark.parametrize("scheme", ["bf16+master", "bf16+stochastic"])
 def test_a_step_before_the_last_backward_of_a_forward_is_an_error_that_tells_why(scheme, make_trainer):
     model = Adversaries(is_one_graph=True)
@@ -397,51 +373,6 @@ def test_steps_past_the_plugin_are_noticed(make_trainer):
         fit(build(TinyCNN, PastThePlugin), make_trainer(plugins=[plugin]))
 
 
-class Toy(pl.LightningModule):
-    """The regression of the research: 200 steps of AdamW at 1e-4, whose updates bfloat16 cannot hold."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
-        self.inputs = torch.randn(64, 16)
-        self.targets = torch.randn(16, 4)
-        self.losses = []
-
-    def training_step(self, batch, batch_idx):
-        outputs = self.net(self.inputs.to(self.net[0].weight.dtype)).float()
-        loss = nn.functional.mse_loss(outputs, torch.tanh(self.inputs @ self.targets))
-        self.losses.append(loss.item())
-        return loss
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(torch.zeros(200), batch_size=1)
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-
-def last_loss(make_trainer, **options):
-    pl.seed_everything(0, verbose=False)
-    model = Toy()
-    make_trainer(max_epochs=1, **options).fit(model)
-    return sum(model.losses[-5:]) / 5
-
-
-@pytest.mark.slow
-def test_200_small_steps_end_where_those_of_fp32_do(make_trainer):
-    losses = {
-        parameters: last_loss(make_trainer, plugins=[LeanMixedPrecision("bf16", parameters=parameters)])
-        for parameters in SCHEMES
-    }
-    losses["fp16"] = last_loss(make_trainer, plugins=[LeanMixedPrecision("fp16")])
-    exact = last_loss(make_trainer)
-    bounds = {"bf16+kahan": 0.05, "bf16+stochastic": 0.05}
-    assert {name: abs(loss / exact - 1) <= bounds.get(name, 0.01) for name, loss in losses.items()} == dict.fromkeys(
-        losses, True
-    ), (exact, losses)
-    assert last_loss(make_trainer, precision="bf16-true") > 1.5 * exact
-
-
 # --- refusals ---
 
 
@@ -493,17 +424,6 @@ def test_norms_that_are_not_there_are_refused(make_trainer):
         make_trainer(plugins=[LeanMixedPrecision("bf16", low_precision_norms=True)]).fit(build(TinyCNN))
 
 
-def test_formats_that_the_device_lacks_are_refused(make_trainer, monkeypatch):
-    def refuse(device_type, dtype):
-        raise RuntimeError("it has none.")
-
-    monkeypatch.setattr(torch, "autocast", refuse)
-    with pytest.raises(
-        MisconfigurationException, match=r"fp16.*does not work on 'cpu' devices: it has none. Use 'bf16'"
-    ):
-        make_trainer(plugins=[LeanMixedPrecision("fp16")]).fit(build(TinyCNN))
-
-
 def test_auto_with_lean_parameters_is_refused_where_there_is_no_bf16(make_trainer, monkeypatch):
     monkeypatch.setattr("lightning_vram.precision.plugin.has_native_bf16", lambda device_type: False)
     with pytest.raises(ValueError, match="needs precision='bf16', got 'fp16'"):
@@ -525,16 +445,6 @@ class HalfLoaded(LitTiny):
 def test_plain_bf16_weights_are_refused(make_trainer):
     with pytest.raises(ValueError, match=r"AdamW.*bfloat16.*\(\"bf16\", parameters=\"bf16\+split\"\)"):
         make_trainer(plugins=[LeanMixedPrecision("bf16")]).fit(build(TinyCNN, HalfLoaded))
-
-
-@ON_CPU
-def test_plain_bf16_weights_train_with_what_they_lack(make_trainer):
-    model = build(TinyGPT, HalfLoaded)
-    fit(model, make_trainer(plugins=[LeanMixedPrecision("bf16", parameters="bf16+split")]))
-    assert model.net.head.weight.dtype is torch.bfloat16
-
-
-AVERAGES = [StochasticWeightAveraging(1e-2), EMAWeightAveraging()]
 
 
 def test_averages_of_rounded_parameters_are_refused(make_trainer):
@@ -559,16 +469,6 @@ def test_pruning_of_lean_parameters_is_refused_and_leaves_the_module_as_it_was(m
         fit(model, make_trainer(plugins=[plugin], callbacks=[ModelPruning("l1_unstructured")]))
     assert describe_module(model) == before
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32, torch.int64}
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # both announce what they do
-@pytest.mark.parametrize("callback", AVERAGES, ids=["swa", "ema"])
-def test_averages_are_those_of_lightning(callback, make_trainer):
-    fitted = [
-        fit(build(TinyGPT), make_trainer(plugins=[plugin], callbacks=[copy.deepcopy(callback)]))
-        for plugin in (lightnings("bf16-mixed"), LeanMixedPrecision("bf16", recast_in_backward=True))
-    ]
-    assert_equal_weights(*fitted)
 
 
 class WithLBFGS(LitTiny):

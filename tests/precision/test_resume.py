@@ -155,18 +155,6 @@ def test_lightnings_loss_scale_is_taken_over_and_left_for_it(make_trainer, tmp_p
     assert again.scaler.state_dict() == scale
 
 
-class Renamed(LeanMixedPrecision):
-    pass
-
-
-def test_a_subclass_finds_the_state_of_its_parent(make_trainer, tmp_path):
-    _, trainer = run(make_trainer, make_plugin("fp16"), 2)
-    trainer.save_checkpoint(tmp_path / "ours.ckpt")
-    renamed = Renamed("fp16")
-    run(make_trainer, renamed, 2, tmp_path / "ours.ckpt")
-    assert renamed.state_dict() == trainer.precision_plugin.state_dict()
-
-
 def test_a_checkpoint_of_fp16_starts_a_run_in_bf16(make_trainer, tmp_path):
     _, trainer = run(make_trainer, make_plugin("fp16"), 1)
     trainer.save_checkpoint(tmp_path / "ours.ckpt")

@@ -42,22 +42,6 @@ class Two(pl.LightningModule):
         return DataLoader(torch.tensor(GRADIENTS), batch_size=1)
 
 
-def both(module, optimizers, losses, batch_idx):
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    module.manual_backward(sum(losses))
-    for optimizer in optimizers:
-        optimizer.step()
-
-
-def after_three_batches(module, optimizers, losses, batch_idx):
-    module.manual_backward(sum(losses) / 3)
-    if batch_idx % 3 == 2:
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def at_different_rates(module, optimizers, losses, batch_idx):
     optimizers[0].zero_grad()
     module.manual_backward(sum(losses))
@@ -92,13 +76,6 @@ def clipped_between(module, optimizers, losses, batch_idx):
         module.manual_backward(loss)
         module.clip_gradients(optimizer, 2.0, "value")
     for optimizer in optimizers:
-        optimizer.step()
-
-
-def with_gradients_of_the_other(module, optimizers, losses, batch_idx):
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-        module.manual_backward(sum(losses), retain_graph=True)
         optimizer.step()
 
 

@@ -4,18 +4,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from support.helpers import Forking, LitApart, LitTiny, TinyCNN, TinyGPT, assert_equal_weights
-from support.parts import AUTOMATIC_ONLY, KEEPS_RESULT, from_config
+from support.helpers import Forking, LitTiny, TinyCNN, TinyGPT, assert_equal_weights
+from support.parts import KEEPS_RESULT, from_config
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_vram import (
-    AccumulationScheduler,
     ActivationCheckpointing,
     InPlaceFusion,
     LeanMixedPrecision,
-    MicroBatching,
 )
 
 pytestmark = [
@@ -55,19 +53,6 @@ def test_a_callback_changes_nothing_under_the_plugin(name, kind, net, make_train
 
 
 @pytest.mark.slow
-@pytest.mark.quick_sample(3)
-@pytest.mark.parametrize("name", [name for name in KEEPS_RESULT if name not in AUTOMATIC_ONLY])
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_a_callback_changes_nothing_in_manual_optimization(name, kind, make_trainer):
-    callback, fitted = from_config(name), []
-    for callbacks in ([], [callback]):
-        model = build(TinyGPT, LitApart)
-        make_trainer(callbacks=callbacks, plugins=[make_plugin(kind, TinyGPT)]).fit(model)
-        fitted.append(model)
-    assert_equal_weights(*fitted)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_all_together_change_nothing(kind, make_trainer):
     refused = {"OptimizerInBackward"} if kind in ("fp16", "lean") else set()
@@ -95,18 +80,6 @@ def test_norms_in_16_bit_are_fused_or_left_alone(fp32_modules, make_trainer):
     assert_equal_weights(*fitted)
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
-@pytest.mark.parametrize(
-    "callback", [MicroBatching(2), AccumulationScheduler(by_epoch={0: 2, 1: 3})], ids=["split", "scheduled"]
-)
-def test_split_and_scheduled_batches_train(kind, callback, make_trainer):
-    model = build(TinyCNN)
-    before = [p.clone() for p in model.parameters()]
-    make_trainer(callbacks=[callback], plugins=[make_plugin(kind)], gradient_clip_val=0.5).fit(model)
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-    assert not all(map(torch.equal, model.parameters(), before))
-
-
 @pytest.mark.quick_sample(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
@@ -122,20 +95,6 @@ def test_results_on_two_ranks_are_those_of_lightning(precision, make_model, make
 class Replicas(LitTiny):
     def on_train_end(self):
         torch.save([p.detach().clone() for p in self.parameters()], f"{self.path}/{self.global_rank}.pt")
-
-
-@pytest.mark.quick_sample(2)
-@pytest.mark.distributed
-@pytest.mark.parametrize("parameters", ["bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"])
-def test_replicas_of_lean_parameters_stay_equal(parameters, make_trainer, tmp_path):
-    model = build(TinyGPT, Replicas)
-    model.path = tmp_path
-    plugin = LeanMixedPrecision("bf16", parameters=parameters)
-    make_trainer(plugins=[plugin], strategy="ddp_fork", devices=2, max_epochs=1, gradient_clip_val=0.1).fit(model)
-    one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
-    assert all(map(torch.equal, one, other))
-    assert {p.dtype for p in one} == {torch.bfloat16, torch.float32}
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 class OtherOnEachRank(Replicas):

@@ -4,11 +4,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
 from lightning_vram import LeanMixedPrecision
-from lightning_vram.optimizers.bf16_weights import iterate_computing
 
 OLD = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 COMPUTED = {
@@ -57,19 +56,6 @@ def test_they_are_computed_in_fp32_and_trained_as_with_fp32_parameters(make_laye
     for name, weight in plain.state_dict().items():
         # Rounding is another where a gradient is summed in bf16 for a lean parameter.
         assert torch.allclose(lean.state_dict()[name], weight, rtol=0.05, atol=0.005), name
-
-
-def test_pruned_weights_stay_lean(make_trainer):
-    model = Around(lambda: prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5))
-    fit(model, make_trainer, "bf16+split")
-    assert set(model.dtypes.values()) == {torch.bfloat16}
-
-
-def test_the_parts_that_compute_are_among_them():
-    net = nn.Sequential(parametrizations.orthogonal(nn.Linear(2, 2)), nn.Linear(2, 2))
-    found = set(iterate_computing(net))
-    assert found == {net[0], *net[0].parametrizations.modules()}
-    assert net[0].parametrizations.weight.original in {p for part in found for p in part.parameters(recurse=False)}
 
 
 class Halves(Around):

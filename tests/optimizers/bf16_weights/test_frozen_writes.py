@@ -92,11 +92,3 @@ def test_loading_and_copying_once_in_a_while_is_allowed():
         take_steps(net, optimizer, seed)
     lean.take({net["teacher"][0].weight: state["0.weight"]})
     take_steps(net, optimizer, 24)
-
-
-def test_one_that_is_thawed_may_be_written():
-    net, _, optimizer = student_and_teacher("bf16+split")
-    net["teacher"].requires_grad_(True)
-    for seed in range(6):
-        take_steps(net, optimizer, seed)
-        average(net)

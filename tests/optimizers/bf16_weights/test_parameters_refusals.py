@@ -88,14 +88,6 @@ def test_other_optimizers_are_refused_before_any_is_changed(kind):
     assert owner_of(optimizers[0]) is None
 
 
-def test_other_optimizers_without_lean_parameters_are_left_alone():
-    net = make_net()
-    lean = LeanParameters(net[0].parameters(), "bf16+split")
-    optimizer = optim.LBFGS(net[1].parameters())
-    lean.attach([optimizer, Named(net[0].parameters())])
-    assert not {"step", "load_state_dict"} & set(vars(optimizer))
-
-
 def test_a_differentiable_step_is_refused():
     net = make_net()
     lean = LeanParameters(net.parameters(), "bf16+split")

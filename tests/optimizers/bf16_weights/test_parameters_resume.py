@@ -113,27 +113,6 @@ def test_narrow_states_are_loaded_by_plain_runs_and_made_of_wide_ones(scheme):
     take_steps(plain, reference, 1)
 
 
-def test_hooks_on_loading_see_the_real_parameters_and_may_change_the_state():
-    net, _, optimizer = lean_net("bf16+split")
-    take_steps(net, optimizer, 0)
-    state = copy.deepcopy(optimizer.state_dict())
-    seen = []
-
-    def before(hooked, state_dict):
-        seen.append(list(hooked.param_groups[0]["params"]))
-        group = {**state_dict["param_groups"][0], "lr": 7.0}
-        return {**state_dict, "param_groups": [group]}
-
-    optimizer.register_load_state_dict_pre_hook(before)
-    optimizer.register_load_state_dict_post_hook(lambda hooked: seen.append(list(hooked.state)))
-    optimizer.load_state_dict(state)
-    assert [[id(p) for p in some] for some in seen] == [[id(p) for p in net.parameters()]] * 2
-    assert optimizer.param_groups[0]["lr"] == 7.0
-    assert state["param_groups"][0]["lr"] == 0.001
-    optimizer.load_state_dict(state)  # the hooks are still there
-    assert len(seen) == 4
-
-
 def test_a_state_that_does_not_fit_is_refused_as_ever_and_changes_nothing():
     net, _, optimizer = lean_net("bf16+split")
     take_steps(net, optimizer, 0)
@@ -144,24 +123,3 @@ def test_a_state_that_does_not_fit_is_refused_as_ever_and_changes_nothing():
     assert optimizer.param_groups is groups
     assert optimizer.state is states
     take_steps(net, optimizer, 1)
-
-
-def test_a_hook_from_before_sees_the_loaded_state():
-    net = make_net()
-    optimizer = optim.AdamW(net.parameters())
-    take_steps(net, optimizer, 0)
-    seen = []
-    optimizer.register_load_state_dict_post_hook(lambda hooked: seen.extend(map(sorted, hooked.state.values())))
-    LeanParameters(net.parameters(), "bf16+split").attach([optimizer])
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert seen == [["exp_avg", "exp_avg_sq", "step"]] * len(list(net.parameters()))
-
-
-def test_nothing_is_left_of_a_load_that_failed():
-    net, _, optimizer = lean_net("bf16+split")
-    take_steps(net, optimizer, 0)
-    state = optimizer.state_dict()
-    with pytest.raises(ValueError, match=r"^loaded state dict has a different number of parameter groups"):
-        optimizer.load_state_dict({**state, "param_groups": [*state["param_groups"], {"params": []}]})
-    optimizer.load_state_dict({**state, "state": {}})
-    assert not any(optimizer.state.values())

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from lightning_vram.optimizers.bf16_weights import SCHEMES, LeanParameters, UpcastStates
+from lightning_vram.optimizers.bf16_weights import SCHEMES, LeanParameters
 
 NUM_STEPS = 200
 
@@ -72,13 +72,6 @@ def test_averages_in_sixteen_bits_do_not_stand_still(scheme):
     assert average.dtype is torch.bfloat16
     # Rounded to the nearest it stays at .25 or below, where a thousandth of what is missing is half a unit.
     assert average.mean().item() == pytest.approx(1 - 0.999**1000, rel=0.02)
-
-
-def test_states_that_are_new_are_rounded_at_random_too():
-    state = {"average": torch.full((1000, 4), 1 + 2**-9)}  # a quarter of a unit above one
-    UpcastStates([]).round([(torch.Size((1000, 4)), state)], (0, 0))
-    assert set(state["average"].flatten().tolist()) == {1.0, 1 + 2**-7}
-    assert state["average"].double().mean().item() == pytest.approx(1 + 2**-9, abs=2**-12)
 
 
 def train_a_replica(rank: int, path: str, scheme: str) -> None:

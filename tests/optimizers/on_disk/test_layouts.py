@@ -7,7 +7,6 @@ import torch
 from torch import nn, optim
 
 from lightning_vram.optimizers.moment_forms import StateLayout, find_layout, is_elementwise
-from lightning_vram.optimizers.step_round import STEPPABLE
 
 FLOAT = torch.float32
 CASES = [
@@ -78,13 +77,6 @@ def test_nothing_of_the_optimizer_changes_and_no_hook_runs() -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_the_default_device_does_not_matter() -> None:
-    optimizer = optim.AdamW([nn.Parameter(torch.zeros(3))], fused=True)
-    with torch.device("meta"):
-        layout = find_layout(optimizer, optimizer.param_groups[0], FLOAT)
-    assert sum(layout.stored_bytes(1)) == 8
-
-
 def test_a_subclass_with_the_same_step_is_known() -> None:
     optimizer = Renamed([nn.Parameter(torch.zeros(3))], "mine")
     assert is_elementwise(Renamed)
@@ -101,7 +93,3 @@ def test_others_are_refused(kind) -> None:
         "itself; use one of torch.optim's Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, "
         "SGD, or leave nvme_path out."
     )
-
-
-def test_all_that_can_step_in_chunks_are_elementwise_but_two() -> None:
-    assert [kind for kind in STEPPABLE if not is_elementwise(kind)] == [optim.Adafactor, optim.Muon]

@@ -222,29 +222,6 @@ def test_gradients_and_moments_may_lie_in_another_order(mesh, tmp_path, place):
     assert torch.equal(train_with(turned), train_with(lambda tensor: tensor))
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_moments_that_are_written_take_no_more_memory_than_others(mesh, tmp_path, place):
-    seen = []
-
-    def write(optimizer: Optimizer, held: dict[str, Any]) -> None:
-        seen.append(list(map(describe, optimizer.state.values())))
-        replace_states(optimizer, held)
-        held["optimizer"] = optimizer
-
-    def describe(state: dict[str, Any]) -> tuple[Any, ...]:
-        moment = state["exp_avg"].to_local()
-        return type(moment), moment.dtype, isinstance(moment, LowBitTensor) and moment.bits
-
-    net = make()
-    with sharded(net) as sharding:
-        host = host_of(sharding, place, tmp_path)
-        optimizer = adamw(net.parameters())
-        host.attach([optimizer])
-        train(net, optimizer, write)
-        assert list(map(describe, optimizer.state.values())) == seen[0]
-        host.let_go(sharding.remove())
-
-
 @pytest.mark.parametrize(
     ("place", "value", "found"),
     [(place, torch.zeros(3), r"shape \[3\]") for place in ("memory", "disk", "bf16", "8bit", "disk 4bit")]

@@ -1,8 +1,6 @@
 """Islands compute in float32 inside of autocast, as by hand, and are still islands in copies, pickles and graphs."""
 
 import copy
-import inspect
-import io
 import pickle
 from collections import namedtuple
 from dataclasses import dataclass, field
@@ -13,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_vram.core.patching import restore_class, swap_class
 from lightning_vram.core.tensors.properties import iterate_leaves
 from lightning_vram.techniques.mixed_precision.module_precision import Float32Islands, keep_norms_low
 
@@ -76,14 +72,6 @@ class Noted(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.got, self.is_autocast = (args, kwargs), torch.is_autocast_enabled("cpu")
         return self.output
-
-    def other(self, x: Tensor) -> Tensor:
-        return x + 1
-
-
-class Failing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise KeyError("theirs")
 
 
 def make_net(kind: type[Net] = Net) -> Net:
@@ -188,17 +176,6 @@ def test_only_float32_results_are_cast_back_and_losses_are_not():
     assert all(one is other for one, other in zip(others, (wide, number, loss, "text"), strict=True))
 
 
-def test_fields_that_need_no_cast_are_the_same_objects_in_a_dataclass_that_does():
-    inner, module = Batch(torch.ones(2)), Noted()
-    given = Batch({"low": torch.ones(2).half(), "inner": inner}, note=inner)
-    Float32Islands([module], "cpu")
-    with autocast():
-        module(given)
-    (got,), _ = module.got
-    assert got.note is got.data["inner"] is inner
-    assert (got.size, given.size) == (7, 7)
-
-
 @pytest.mark.parametrize(
     "make", [nn.MSELoss, nn.SmoothL1Loss, nn.BCEWithLogitsLoss, nn.CrossEntropyLoss], ids=lambda make: make.__name__
 )
@@ -212,15 +189,6 @@ def test_losses_of_each_element_stay_float32(make):
     assert torch.equal(got, expected)
 
 
-def test_float32_in_is_float32_out():
-    output = torch.ones(2)
-    module = Noted(output)
-    Float32Islands([module], "cpu")
-    with autocast():
-        assert module(torch.ones(2), labels=torch.ones(2, dtype=torch.int64)) is output
-    assert not module.is_autocast
-
-
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_without_autocast_for_the_device_the_module_runs_plainly(device_type):
     given, output = torch.ones(2).bfloat16(), torch.ones(2)
@@ -230,17 +198,6 @@ def test_without_autocast_for_the_device_the_module_runs_plainly(device_type):
         assert module(given) is output
         assert module.is_autocast == (device_type == "cuda")
     assert module.got[0][0] is given
-
-
-def test_an_exception_leaves_autocast_as_it_was():
-    module = Failing()
-    Float32Islands([module], "cpu")
-    with autocast(torch.float16):
-        with pytest.raises(KeyError, match="theirs"):
-            module(torch.ones(2).half())
-        assert torch.is_autocast_enabled("cpu")
-        assert torch.get_autocast_dtype("cpu") == torch.float16
-        assert nn.Linear(2, 2)(torch.ones(2)).dtype == torch.float16
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -259,13 +216,6 @@ def test_recomputation_in_backward_is_an_island_too(use_reentrant):
 
 def pickled(net: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(net))
-
-
-def saved(net: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(net, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled, saved])
@@ -352,34 +302,6 @@ def test_blocks_that_are_compiled_one_by_one_share_their_graphs():
     assert counter.frame_count <= 2  # a second fit takes those of the first
 
 
-@dataclass
-class Wrapped:
-    data: Tensor
-
-
-class TakesData(nn.Linear):
-    def forward(self, x: Wrapped) -> Tensor:
-        return super().forward(x.data)
-
-
-class GivesData(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.island = nn.Linear(WIDTH, WIDTH), TakesData(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.island(Wrapped(self.before(x)))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo, torch 2.11
-def test_a_dataclass_that_is_compiled_gives_the_same_result():
-    torch._dynamo.reset()
-    net = GivesData()
-    Float32Islands([net.island], "cpu")
-    expected = train(net)
-    assert_same(train(torch.compile(net, backend="eager"))[:1], expected[:1])
-
-
 class Head(nn.Module):
     """Nobody calls its forward."""
 
@@ -440,16 +362,6 @@ def test_modules_that_nobody_calls_are_told(names, idle, is_compiled):
     assert Float32Islands([net.attention.out_proj], "cpu").idle == [net.attention.out_proj]
 
 
-@pytest.mark.usefixtures("nothing_compiled")
-def test_whoever_asks_again_is_told_again():
-    net = make_net()
-    for _ in range(2):
-        handle = Float32Islands([net.island], "cpu")
-        assert handle.idle == [net.island]
-        net(make_input())
-        assert handle.idle == []
-
-
 def test_an_island_within_a_checkpoint_compiles_to_one_graph():
     torch._dynamo.reset()
     net = make_net()
@@ -457,20 +369,6 @@ def test_an_island_within_a_checkpoint_compiles_to_one_graph():
     run = torch.compile(lambda x: checkpoint(net, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
     with autocast():
         assert torch.equal(run(make_input()), net(make_input()))
-
-
-def test_keys_names_hooks_and_signature_are_those_of_the_plain_module():
-    net, plain, calls = make_net(), make_net(), []
-    net.island.register_forward_pre_hook(lambda _, args: calls.append(args[0].dtype))
-    net.island.register_forward_hook(lambda _, args, output: calls.append(output.dtype))
-    Float32Islands([net.island, net], "cpu")
-    assert list(net.state_dict()) == list(plain.state_dict())
-    assert [name for name, _ in net.named_modules()] == [name for name, _ in plain.named_modules()]
-    assert repr(net) == repr(plain)
-    assert inspect.signature(net.forward) == inspect.signature(plain.forward)
-    assert list(inspect.signature(net.forward).parameters) == ["x"]
-    train(net)
-    assert calls == [torch.float32] * 2  # as its caller sees it: inside of another island
 
 
 def test_remove_leaves_nothing_and_may_be_called_again():
@@ -490,74 +388,6 @@ def test_an_island_inside_of_another_run_stays_one_until_that_ends():
     assert is_island(net)
     outer.remove()
     assert type(net.island) is nn.Sequential
-
-
-def test_a_wrapper_that_was_put_on_top_goes_on_when_the_island_is_gone():
-    net = make_net()
-    handle = Float32Islands([net.island], "cpu")
-    inner = net.island.forward
-    net.island.forward = lambda x: inner(x)
-    assert is_island(net)
-    handle.remove()
-    assert not is_island(net)
-
-
-def test_a_forward_of_the_users_on_the_instance_is_called_and_put_back():
-    module = Noted()
-    module.forward = own = module.other
-    handle = Float32Islands([module], "cpu")
-    given = torch.tensor([256.0]).bfloat16()
-    for other in (module, pickled(module), copy.deepcopy(module)):
-        with autocast():
-            assert other(given).tolist() == [256.0]  # 257 rounded
-        restore_class(other, "_fp32_island")
-        assert vars(other)["forward"].__self__ is other
-    handle.remove()
-    assert vars(module)["forward"] is own
-
-
-def _run(module: nn.Module, state: list[bool], plain: Any, *args: Any, **kwargs: Any) -> Any:
-    state.append(torch.is_autocast_enabled("cpu"))
-    return plain(*args, **kwargs)
-
-
-@pytest.mark.parametrize("has_own", [False, True], ids=["class", "instance"])
-@pytest.mark.parametrize("order", [("swap", "island"), ("island", "swap")], ids=" then ".join)
-@pytest.mark.parametrize("first_off", ["swap", "island"])
-def test_swapped_classes_go_with_it_in_any_order(order, first_off, has_own):
-    net, state = make_net(), []
-    if has_own:
-        net.island.forward = own = net.island.forward
-    off = {}
-    for what in order:
-        if what == "swap":
-            swap_class(net.island, "_noting", state, _run)
-            off["swap"] = lambda: restore_class(net.island, "_noting")
-        else:
-            off["island"] = Float32Islands([net.island], "cpu").remove
-    assert is_island(net)
-    assert len(state) == 1  # once, whoever is on top
-    off.pop(first_off)()
-    assert is_island(net) == (first_off == "swap")
-    assert len(state) == (1 if first_off == "swap" else 2)
-    off.popitem()[1]()
-    assert not is_island(net)
-    assert type(net.island) is nn.Sequential
-    assert {name: value for name, value in vars(net.island).items() if not name.startswith("_")} == {
-        "training": True,
-        **({"forward": own} if has_own else {}),
-    }
-
-
-def test_a_swapped_island_compiles_to_one_graph():
-    net = make_net()
-    Float32Islands([net.island], "cpu")
-    swap_class(net.island, "_passing", None, _pass)
-    assert_same(train(compile_to_one_graph(net)), train(compile_to_one_graph(make_net(NetByHand))))
-
-
-def _pass(module: nn.Module, state: None, plain: Any, *args: Any, **kwargs: Any) -> Any:
-    return plain(*args, **kwargs)
 
 
 def test_the_members_of_a_list_of_modules_are_meant():
@@ -587,16 +417,3 @@ def test_a_module_without_sizes_is_refused_and_nothing_is_changed():
     with pytest.raises(ValueError, match=message):
         Float32Islands([net.island, nn.LazyLinear(2)], "cpu")
     assert type(net.island) is nn.Sequential
-
-
-@pytest.mark.filterwarnings("ignore")  # theirs
-def test_a_transformers_model_as_an_island_gives_its_own_result_in_16_bit():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaModel(LlamaConfig(vocab_size=20, **sizes)).eval()
-    embeddings = torch.randn(2, 5, 16).bfloat16()
-    expected = model(inputs_embeds=embeddings.float()).last_hidden_state
-    Float32Islands([model], "cpu")
-    with autocast():
-        got = model(inputs_embeds=embeddings).last_hidden_state
-    assert torch.equal(got, expected.bfloat16())
