@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from support.helpers import LitManual, LitTiny, TinyGPT, assert_equal_weights
+from support.helpers import LitManual, LitTiny, TinyGPT
 
 from lightning_vram import LeanMixedPrecision
 
@@ -19,23 +19,15 @@ class Noting(pl.Callback):
             self.shares.append(float(trainer.callback_metrics["vram/lost_updates"]))
 
 
-def fit(make_trainer: Any, parameters: str, kind: Any, *, check_updates: bool, **options: Any) -> Any:
-    pl.seed_everything(0, verbose=False)
-    model, noting = kind(TinyGPT()), Noting()
-    plugin = LeanMixedPrecision("bf16", parameters=parameters, check_updates=check_updates)
-    make_trainer(plugins=[plugin], callbacks=[noting], **options).fit(model)
-    return model, noting.shares
-
-
-@pytest.mark.parametrize("kind", [LitTiny, LitManual])
-@pytest.mark.parametrize("parameters", ["bf16+kahan", "bf16+stochastic"])
-def test_the_share_is_logged_and_results_are_the_same(parameters, kind, make_trainer):
-    checked, shares = fit(make_trainer, parameters, kind, check_updates=True, log_every_n_steps=1)
-    plain, none = fit(make_trainer, parameters, kind, check_updates=False)
-    assert_equal_weights(checked, plain)
-    assert not none
-    assert shares
-    assert all(0 <= share <= 1 for share in shares)
+@pytest.mark.parametrize(("parameters", "kind"), [("bf16+kahan", LitTiny), ("bf16+stochastic", LitManual)])
+def test_the_share_is_logged_and_results_are_the_same(parameters, kind, same_as_baseline):
+    checked, plain = (LeanMixedPrecision("bf16", parameters=parameters, check_updates=check) for check in (True, False))
+    noting, silent = Noting(), Noting()
+    baseline = {"plugins": [plain], "callbacks": [silent]}
+    same_as_baseline(lambda: kind(TinyGPT()), noting, plugins=[checked], log_every_n_steps=1, baseline=baseline)
+    assert not silent.shares
+    assert noting.shares
+    assert all(0 <= share <= 1 for share in noting.shares)
 
 
 @pytest.mark.parametrize("parameters", ["fp32", "bf16+master", "bf16+split"])

@@ -21,16 +21,16 @@ class Two(pl.LightningModule):
     Nothing is computed in float16, so that results are exact.
     """
 
-    def __init__(self, order):
+    def __init__(self, steps=None, overflows=()):
         super().__init__()
         self.automatic_optimization = False
         self.weights = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(3)])
-        self.order = order
+        self.steps, self.overflows = steps, overflows
 
     def training_step(self, batch, batch_idx):
         *optimizers, third = self.optimizers()
         losses = [(batch * self.weights[0]).sum(), (batch.square() * self.weights[1]).sum()]
-        ORDERS[self.order](self, optimizers, losses, batch_idx)
+        self.steps(self, optimizers, losses, batch_idx)
         third.zero_grad()
         self.manual_backward(self.weights[2].sum() * (INF if batch_idx in self.overflows else 1.0))
         third.step()
@@ -51,7 +51,7 @@ def at_different_rates(module, optimizers, losses, batch_idx):
         optimizers[1].zero_grad()
 
 
-def one_after_the_other(module, optimizers, losses, batch_idx):
+def toggled(module, optimizers, losses, batch_idx):
     for optimizer, loss in zip(optimizers, losses, strict=True):
         module.toggle_optimizer(optimizer)
         optimizer.zero_grad()
@@ -79,32 +79,17 @@ def clipped_between(module, optimizers, losses, batch_idx):
         optimizer.step()
 
 
-ORDERS = {
-    order.__name__: order
-    for order in (
-        both,
-        after_three_batches,
-        at_different_rates,
-        one_after_the_other,
-        with_closures,
-        clipped_between,
-        with_gradients_of_the_other,
-    )
-}
-
-
-def fit(model, make_trainer, overflows=(), **options):
-    model.overflows = overflows
-    make_trainer(max_epochs=1, limit_val_batches=0, **options).fit(model)
-    return model
+def growing():
+    """A plugin whose scale grows after each step that does not overflow."""
+    return LeanMixedPrecision("fp16", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1))
 
 
 @pytest.mark.parametrize("overflows", [(), (0, 2, 3)], ids=["grows", "shrinks"])
-@pytest.mark.parametrize("order", ORDERS)
-def test_weights_are_those_of_float32_while_the_scale_moves(order, overflows, make_trainer):
-    plugin = LeanMixedPrecision("fp16", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1))
-    model = fit(Two(order), make_trainer, overflows, plugins=[plugin])
-    expected = fit(Two(order), make_trainer)
+@pytest.mark.parametrize("steps", [at_different_rates, toggled, with_closures, clipped_between])
+def test_weights_are_those_of_float32_while_the_scale_moves(steps, overflows, fit):
+    plugin = growing()
+    model = fit(lambda: Two(steps, overflows), plugins=[plugin])
+    expected = fit(lambda: Two(steps))
     assert model.weights[0].any()
     for index in (0, 1):
         assert torch.equal(model.weights[index], expected.weights[index])
@@ -114,7 +99,7 @@ def test_weights_are_those_of_float32_while_the_scale_moves(order, overflows, ma
 
 class Automatic(Two):
     def __init__(self):
-        super().__init__("both")
+        super().__init__()
         self.automatic_optimization = True
 
     def training_step(self, batch, batch_idx):
@@ -125,14 +110,11 @@ class Automatic(Two):
         return torch.optim.SGD(groups, momentum=0.5)
 
 
-def test_accumulated_gradients_are_those_of_float32_under_automatic_optimization(make_trainer):
-    plugin = LeanMixedPrecision("fp16", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1))
+def test_accumulated_gradients_are_those_of_float32_under_automatic_optimization(same_as_baseline):
+    plugin = growing()
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 4.0, "gradient_clip_algorithm": "value"}
-    model = fit(Automatic(), make_trainer, plugins=[plugin], **options)
-    expected = fit(Automatic(), make_trainer, **options)
+    model, _ = same_as_baseline(Automatic, plugins=[plugin], **options)
     assert model.weights[0].any()
-    for weight, other in zip(model.weights, expected.weights, strict=True):
-        assert torch.equal(weight, other)
     assert plugin.scaler.get_scale() == 1024 * 2**3
 
 
@@ -141,7 +123,7 @@ class Shared(Two):
         return [torch.optim.SGD(self.weights[:2], lr=1.0), torch.optim.Adam(self.weights[1:])]
 
 
-def test_parameters_of_two_optimizers_are_refused(make_trainer):
+def test_parameters_of_two_optimizers_are_refused(fit):
     message = "LeanMixedPrecision(precision='fp16') needs one optimizer for 'weights.1', or precision='bf16'."
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
-        fit(Shared("both"), make_trainer, plugins=[LeanMixedPrecision("fp16")])
+        fit(Shared, plugins=[LeanMixedPrecision("fp16")])

@@ -17,7 +17,6 @@ from lightning_vram.core.tensors.properties import iterate_leaves
 from lightning_vram.techniques.mixed_precision.module_precision import Float32Islands, keep_norms_low
 
 WIDTH = 8
-LOW = [torch.bfloat16, torch.float16]
 Pair = namedtuple("Pair", "first second")
 
 
@@ -113,7 +112,7 @@ def is_island(net: Net) -> bool:
     return bool(found)
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_results_and_gradients_are_those_of_float32_by_hand(dtype):
     net = make_net()
     plain = train(net, dtype=dtype)
@@ -155,32 +154,30 @@ def test_16_bit_tensors_in_any_structure_are_cast_in_and_out(wrap, is_keyword):
     assert not module.is_autocast
 
 
-def test_other_dtypes_and_the_containers_without_16_bit_tensors_are_handed_in_as_they_are():
+def test_tensors_of_other_dtypes_and_containers_without_16_bit_are_handed_in_and_out_as_they_are():
     wide, number, cache = torch.ones(2, dtype=torch.float64), torch.tensor(1), {"wide": Batch(torch.ones(2))}
-    module = Noted()
-    Float32Islands([module], "cpu")
-    with autocast():
-        assert module(torch.ones(2).bfloat16(), wide, number, cache) is None
-    assert module.got[0][1] is wide
-    assert module.got[0][2] is number
-    assert module.got[0][3] is cache  # it may be written into
-
-
-def test_only_float32_results_are_cast_back_and_losses_are_not():
-    wide, number, loss = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int32), torch.tensor(1e5)
+    loss = torch.tensor(1e5)  # infinite in float16
     module = Noted((torch.ones(2), wide, number, loss, "text"))
     Float32Islands([module], "cpu")
     with autocast(torch.float16):
-        low, *others = module(torch.ones(2).half())
+        low, *others = module(torch.ones(2).half(), wide, number, cache)
+        assert module(torch.ones(2)) is not None
     assert low.dtype == torch.float16
     assert all(one is other for one, other in zip(others, (wide, number, loss, "text"), strict=True))
+    assert module.got[0][0].dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "make", [nn.MSELoss, nn.SmoothL1Loss, nn.BCEWithLogitsLoss, nn.CrossEntropyLoss], ids=lambda make: make.__name__
-)
-def test_losses_of_each_element_stay_float32(make):
-    loss, low = make(reduction="none"), torch.full((2, 3), 300.0).half()
+def test_arguments_that_need_no_cast_are_the_same_objects():
+    cache, module = {"wide": Batch(torch.ones(2))}, Noted(torch.ones(2))
+    Float32Islands([module], "cpu")
+    with autocast():
+        module(torch.ones(2).bfloat16(), cache)
+        assert module.got[0][1] is cache  # it may be written into
+        assert module(torch.ones(2)) is module.output  # float32 in, float32 out
+
+
+def test_losses_of_each_element_stay_float32():
+    loss, low = nn.MSELoss(reduction="none"), torch.full((2, 3), 300.0).half()
     expected = loss(low.float(), torch.zeros(2, 3))
     Float32Islands([loss], "cpu")
     with autocast(torch.float16):
@@ -218,19 +215,8 @@ def pickled(net: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(net))
 
 
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled, saved])
-def test_an_island_that_was_loaded_may_be_one_again_and_stays_one(make_copy):
-    net = make_net()
-    Float32Islands([net.island], "cuda")
-    other = make_copy(net)
-    handle = Float32Islands([other.island], "cpu")  # it goes by the autocast that is meant now
-    assert is_island(other)
-    handle.remove()
-    assert is_island(other)
-
-
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled, saved])
-def test_a_copy_is_an_island_of_its_own(make_copy):
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled])
+def test_a_copy_stays_an_island_of_its_own_and_may_be_made_one_again(make_copy):
     net = make_net()
     handle = Float32Islands([net.island], "cpu")
     other = make_copy(net)
@@ -238,6 +224,11 @@ def test_a_copy_is_an_island_of_its_own(make_copy):
     assert not is_island(net)
     with torch.no_grad():
         other.island[0].weight.add_(1.0)  # its own weights count
+    assert is_island(other)
+    vars(vars(other.island)["_fp32_island"])["device_type"] = "cuda"  # as if it came from there
+    again = Float32Islands([other.island], "cpu")  # it goes by the autocast that is meant now
+    assert is_island(other)
+    again.remove()
     assert is_island(other)
 
 
@@ -258,10 +249,9 @@ def test_it_compiles_to_one_graph():
     assert not torch.equal(after[0], before[0])
 
 
-@pytest.mark.parametrize("name", ["island", ""], ids=["submodule", "root"])
-def test_the_compiled_gradients_are_those_of_eager_if_torch_keeps_autocast_out_of_the_backward(name):
+def test_the_compiled_gradients_are_those_of_eager_if_torch_keeps_autocast_out_of_the_backward():
     net = make_net()
-    Float32Islands([net.get_submodule(name)], "cpu")
+    Float32Islands([net.island], "cpu")
     expected = train(net)
     with torch._functorch.config.patch(backward_pass_autocast="off"):
         assert_same(train(compile_to_one_graph(net)), expected)
@@ -281,7 +271,7 @@ class Compiled(nn.Module):
 def test_blocks_that_are_compiled_one_by_one_share_their_graphs():
     torch._dynamo.reset()
     counter = CompileCounter()
-    net = nn.Sequential(*(Compiled() for _ in range(10)))
+    net = nn.Sequential(*(Compiled() for _ in range(4)))
     islands = Float32Islands([block.island for block in net], "cpu")
     norms = keep_norms_low(net, "cpu")
     for block in net:
@@ -290,8 +280,6 @@ def test_blocks_that_are_compiled_one_by_one_share_their_graphs():
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), autocast():
         first, second = net(x), net(x)
     assert counter.frame_count <= 2
-    with autocast():
-        assert torch.equal(net[0](x), copy.deepcopy(net[0]).forward(x))
     for handle in (islands, norms):
         handle.remove()
     Float32Islands([block.island for block in net], "cpu")
@@ -302,30 +290,17 @@ def test_blocks_that_are_compiled_one_by_one_share_their_graphs():
     assert counter.frame_count <= 2  # a second fit takes those of the first
 
 
-class Head(nn.Module):
-    """Nobody calls its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.h = nn.ModuleDict({"l": nn.Linear(WIDTH, WIDTH)})
-        self.scales = nn.ParameterList([nn.Parameter(torch.ones(1))])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.logits(x).softmax(-1)
-
-    def logits(self, x: Tensor) -> Tensor:
-        return self.h["l"](x) * self.scales[0]
-
-
 class WithHead(nn.Module):
+    """Nobody calls the forward of its head, nor that of ``out_proj``."""
+
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(WIDTH, 2)
-        self.head = Head()
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH))
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers[1](self.head.logits(self.attention(x, x, x)[0]))
+        return self.layers[1](self.head[0](self.attention(x, x, x)[0]))
 
 
 @pytest.fixture
@@ -340,12 +315,10 @@ def nothing_compiled(monkeypatch):
     [
         (["attention.out_proj"], ["attention.out_proj"]),
         (["attention", "attention.out_proj"], []),  # within an island that was called
-        (["head", "head.h.l"], ["head"]),
-        (["head.scales"], ["head.scales"]),
-        (["head"], ["head"]),
+        (["head", "head.0"], ["head"]),
         (["layers"], []),  # one of them was called
         (["layers", "layers.0"], ["layers.0"]),  # but compiled code tells classes alone
-        (["", "head", "head.scales", "attention.out_proj"], []),
+        (["", "head", "attention.out_proj"], []),
     ],
     ids=str,
 )
@@ -399,21 +372,20 @@ def test_the_members_of_a_list_of_modules_are_meant():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # that they may still be met is the point
-@pytest.mark.parametrize("traced", [False, True], ids=["scripted", "traced"])
-def test_a_scripted_module_is_refused_and_nothing_is_changed(traced):
-    net, layer = make_net(), nn.Linear(2, 2)
-    scripted = torch.jit.trace(layer, torch.ones(1, 2)) if traced else torch.jit.script(layer)
-    message = r"^module \w+ cannot be changed: it is scripted or traced\.$"
-    with pytest.raises(ValueError, match=message):
-        Float32Islands([net.island, scripted, net.after], "cpu")
-    assert type(net.island) is nn.Sequential
-
-
-def test_a_module_without_sizes_is_refused_and_nothing_is_changed():
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.jit.script(nn.Linear(2, 2)), r"^module \w+ cannot be changed: it is scripted or traced\.$"),
+        (
+            lambda: nn.LazyLinear(2),
+            r"^module LazyLinear cannot change its precision before it knows its sizes: run the model on one batch "
+            r"first\.$",
+        ),
+    ],
+    ids=["scripted", "without sizes"],
+)
+def test_a_module_that_cannot_be_changed_is_refused_and_nothing_is_changed(make, message):
     net = make_net()
-    message = (
-        r"^module LazyLinear cannot change its precision before it knows its sizes: run the model on one batch first\.$"
-    )
     with pytest.raises(ValueError, match=message):
-        Float32Islands([net.island, nn.LazyLinear(2)], "cpu")
+        Float32Islands([net.island, make(), net.after], "cpu")
     assert type(net.island) is nn.Sequential

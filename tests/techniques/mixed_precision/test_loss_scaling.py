@@ -39,20 +39,6 @@ def scale_of(scaling):
     return scaling.scaler.get_scale()
 
 
-# one optimizer
-
-
-def test_the_step_is_that_of_the_unscaled_gradient():
-    parameter = weights(1.0, 2.0)
-    optimizer = sgd(parameter)
-    scaling = make(optimizer)
-    backward(scaling, parameter, 0.5)
-    scaling.step(optimizer)
-    assert parameter.tolist() == [0.5, 1.5]
-    assert parameter.grad.tolist() == [0.5, 0.5]
-    assert scaling.num_overflowed == 0
-
-
 def test_clipping_sees_unscaled_gradients_and_the_step_takes_what_it_left():
     parameter = weights(1.0, 1.0)
     optimizer = sgd(parameter)
@@ -98,20 +84,6 @@ def test_an_overflow_skips_the_step_and_halves_the_scale():
     assert skipped == [1, 0]
 
 
-def test_the_scale_grows_after_so_many_updates_without_overflow():
-    parameter = weights(1.0)
-    optimizer = sgd(parameter)
-    scaling = make(optimizer, interval=2)
-    scales = []
-    for gradient in (1.0, 1.0, 1.0, INF, 1.0, 1.0):
-        optimizer.zero_grad()
-        backward(scaling, parameter, gradient)
-        scaling.step(optimizer)
-        scaling.update()
-        scales.append(scale_of(scaling) / SCALE)
-    assert scales == [1, 2, 2, 1, 1, 2]
-
-
 def test_the_scale_falls_where_the_user_takes_no_step_with_gradients_that_overflowed():
     parameter, skipped = weights(0.0), []
     optimizer = sgd(parameter)
@@ -137,9 +109,6 @@ def test_a_run_begins_anew_after_one_that_was_interrupted():
     other = LossScaling(scaling.scaler, [optimizer])
     other.update()
     assert scale_of(other) == SCALE
-
-
-# kinds of optimizers and gradients
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
@@ -174,9 +143,6 @@ def test_sparse_gradients_are_unscaled_and_follow_the_scale():
     scaling.update()
     scaling.step(optimizer)
     assert embedding.weight.tolist() == [[0, 0], [-2, -2], [0, 0], [-1, -1]]
-
-
-# several steps and optimizers
 
 
 def test_gradients_may_be_clipped_between_the_backwards_of_one_step():
@@ -219,23 +185,6 @@ def test_an_overflow_in_gradients_that_were_thrown_away_skips_nothing():
     backward(scaling, parameter, 1.0)
     scaling.step(optimizer)
     assert parameter.item() == -1
-
-
-@pytest.mark.parametrize("unscales", [False, True], ids=["scaled", "unscaled"])
-@pytest.mark.parametrize("moving_gradient", [1.0, INF], ids=["grows", "shrinks"])
-def test_gradients_that_wait_for_their_step_follow_the_scale(moving_gradient, unscales):
-    waiting, moving = weights(0.0), weights(0.0)
-    late, often = sgd(waiting), sgd(moving)
-    scaling = make(late, often, interval=1)
-    for gradient in (1.0, 2.0):
-        often.zero_grad()
-        scaling.scale((waiting * gradient).sum() + (moving * moving_gradient).sum()).backward()
-        if unscales:
-            scaling.unscale(late)
-        scaling.step(often)
-        scaling.update()
-    scaling.step(late)
-    assert waiting.item() == -3
 
 
 def test_gradients_that_wait_are_unscaled_when_scaling_stops_and_dropped_where_they_overflowed():
@@ -297,9 +246,6 @@ def test_any_program_that_zeroes_gradients_after_a_step_trains_as_without_scalin
         assert torch.equal(parameter, expected)
         assert (gradient is None) == (expected_gradient is None)
         assert gradient is None or torch.equal(gradient, expected_gradient)
-
-
-# several ranks
 
 
 def found_here_and(elsewhere, seen):

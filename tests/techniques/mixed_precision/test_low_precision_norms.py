@@ -8,7 +8,7 @@ import torch
 from support.helpers import saved_bytes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.func import grad, jacrev, vmap
+from torch.func import grad, vmap
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
@@ -82,11 +82,11 @@ def is_changed(module: nn.Module) -> bool:
     return not {"_low_norm", "_fp32_island"}.isdisjoint(vars(module))
 
 
-def count_saved_bytes(module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> int:
+def count_saved_bytes(module: nn.Module) -> int:
     x = make_input()
 
     def compute_loss() -> Tensor:
-        with autocast(dtype):
+        with autocast():
             return module(x).float().sum()
 
     return saved_bytes(module, compute_loss)
@@ -114,7 +114,7 @@ def test_the_output_is_the_float32_one_of_the_rounded_input_rounded_once(name, d
     assert ((got.float() - norm(x)).abs() <= num_roundings * 0.501 * ulp).all()
 
 
-@pytest.mark.parametrize("name", ["LayerNorm", "LayerNorm without bias", "RMSNorm", "LlamaRMSNorm", "T5LayerNorm"])
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "LlamaRMSNorm", "T5LayerNorm"])
 def test_statistics_are_taken_in_float32(name):
     """Of a large mean, 16 bit would keep nothing that is left after it is subtracted."""
     norm = make_norm(name)
@@ -130,13 +130,12 @@ def test_statistics_are_taken_in_float32(name):
         assert relative_error(one, other) < 2e-2
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_a_pre_norm_block_saves_4_bytes_less_per_element(dtype):
+def test_a_pre_norm_block_saves_4_bytes_less_per_element():
     """Each of two norms saves its input in 2 bytes rather than 4; their outputs were saved in 16 bit before."""
     block = Block(WIDTH, num_heads=2, dropout=0.0)
-    plain = count_saved_bytes(block, dtype)
+    plain = count_saved_bytes(block)
     keep_norms_low(block, "cpu")
-    assert plain - count_saved_bytes(block, dtype) == 4 * ELEMENTS
+    assert plain - count_saved_bytes(block) == 4 * ELEMENTS
 
 
 @pytest.mark.parametrize(
@@ -157,35 +156,26 @@ def test_what_is_saved_with_three_readers(name, expected):
     assert plain - count_saved_bytes(net) == expected
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_the_default_eps_of_rms_norm_is_that_of_float32(dtype):
+def test_the_default_eps_of_rms_norm_is_that_of_float32():
     norm, x = nn.RMSNorm(WIDTH), torch.full((1, WIDTH), 2.0**-10)  # its square is far below bfloat16's eps
-    with autocast(dtype):
+    with autocast():
         plain = norm(x)
         keep_norms_low(norm, "cpu")
         assert relative_error(norm(x), plain) < 4e-3
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_without_autocast_for_the_device_norms_run_plainly(name):
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "LlamaRMSNorm", "T5LayerNorm"])
+def test_without_autocast_for_the_device_and_in_float64_norms_run_plainly(name):
     norm = make_norm(name)
-    low = copy.deepcopy(norm)
-    keep_norms_low(low, "cuda")
-    other = copy.deepcopy(norm)
+    other, wide = copy.deepcopy(norm), copy.deepcopy(norm).double()
+    expected, expected_wide = norm(make_input()), wide(make_input().double())
+    keep_norms_low(norm, "cuda")
     keep_norms_low(other, "cpu")
+    keep_norms_low(wide, "cpu")
+    assert torch.equal(other(make_input()), expected)
     with autocast():
-        assert torch.equal(low(make_input()), norm(make_input()))
-        assert low(make_input()).dtype == torch.float32
-    assert torch.equal(other(make_input()), norm(make_input()))
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_float64_stays(name):
-    norm, x = make_norm(name).double(), make_input().double()
-    expected = norm(x)
-    keep_norms_low(norm, "cpu")
-    with autocast():
-        assert torch.equal(norm(x), expected)
+        assert torch.equal(norm(make_input()), expected)
+        assert torch.equal(wide(make_input().double()), expected_wide)
 
 
 def test_subclasses_names_and_what_is_skipped():
@@ -221,9 +211,8 @@ def test_a_model_without_norms_is_refused():
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
-@pytest.mark.parametrize("name", ["LayerNorm", "LlamaRMSNorm"])
-def test_copies_stay_low_and_have_the_same_keys(name, make_copy):
-    net = ThreeReaders(make_norm(name))
+def test_copies_stay_low_and_have_the_same_keys(make_copy):
+    net = ThreeReaders(make_norm("LayerNorm"))
     keys = list(net.state_dict())
     handle = keep_norms_low(net, "cpu")
     assert list(net.state_dict()) == keys
@@ -238,8 +227,8 @@ def test_copies_stay_low_and_have_the_same_keys(name, make_copy):
         assert net.norm(make_input()).dtype == torch.float32
 
 
-@pytest.mark.quick_sample(2)
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "LlamaRMSNorm", "T5LayerNorm"])
+@pytest.mark.quick_sample(1)
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "LlamaRMSNorm"])
 def test_it_compiles_to_one_graph(name):
     torch._dynamo.reset()
     net, x = ThreeReaders(make_norm(name)), make_input()
@@ -252,9 +241,8 @@ def test_it_compiles_to_one_graph(name):
     assert net.norm.weight.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("transform", [grad, jacrev], ids=["grad", "jacrev"])
-@pytest.mark.parametrize("name", ["LayerNorm", "LayerNorm without bias", "RMSNorm"])
-def test_torch_func_transforms_of_each_row_give_the_gradients_of_autograd(name, transform):
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_torch_func_transforms_of_each_row_give_the_gradients_of_autograd(name):
     norm, x = make_norm(name), make_input()
 
     def compute_loss(row: Tensor) -> Tensor:
@@ -263,7 +251,7 @@ def test_torch_func_transforms_of_each_row_give_the_gradients_of_autograd(name, 
 
     keep_norms_low(norm, "cpu")
     (expected,) = torch.autograd.grad(compute_loss(x), x)
-    assert relative_error(vmap(transform(compute_loss))(x.detach()), expected) < 1e-2  # its gains are 16 bit, too
+    assert relative_error(vmap(grad(compute_loss))(x.detach()), expected) < 1e-2  # its gains are 16 bit, too
     with autocast():
         assert norm(x).grad_fn.next_functions  # eager mode goes on
 
@@ -294,8 +282,7 @@ def test_checkpoints_go_on_around_a_low_norm(name):
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("is_sharded_first", [False, True])
-@pytest.mark.parametrize("name", ["LayerNorm", "LlamaRMSNorm"])
-def test_sharded_modules_are_low_and_in_float32_alike(name, is_sharded_first, mesh):
+def test_sharded_modules_are_low_and_in_float32_alike(is_sharded_first, mesh):
     def shard(net: ThreeReaders) -> None:
         for part in (net.norm, net.readers[0], net):
             fully_shard(part, mesh=mesh)
@@ -310,7 +297,7 @@ def test_sharded_modules_are_low_and_in_float32_alike(name, is_sharded_first, me
         output.float().square().sum().backward()
         return [output.detach(), *(getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in net.parameters())]
 
-    plain = ThreeReaders(make_norm(name))
+    plain = ThreeReaders(make_norm("LayerNorm"))
     net = copy.deepcopy(plain)
     change(plain)
     steps = [shard, change] if is_sharded_first else [change, shard]

@@ -3,7 +3,7 @@
 import copy
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -99,7 +99,6 @@ class OfGPT2(nn.Module):
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(8, 4), (3, 8)),
-    "linear without bias": (lambda: nn.Linear(8, 4, bias=False), (2, 3, 8)),
     "conv 1d": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 8)),
     "conv 2d": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (2, 4, 8, 8)),
     "conv 2d, channels last": (lambda: nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last), (2, 4, 8, 8)),
@@ -110,12 +109,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attention": (lambda: Attention(is_cross=False), (2, 3, 8)),
     "attention to another": (lambda: Attention(is_cross=True), (2, 3, 8)),
     "attention of other widths": (lambda: Attention(is_cross=True, kdim=10, vdim=10), (2, 3, 8)),
-    "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 3, 8)),
     "of GPT-2": (OfGPT2, (2, 3, 8)),
     "tied": (Tied, (3, 8)),
     "adapted": (Adapted, (3, 8)),
     "repeated": (lambda: Repeated(nn.Linear(8, 8)), (3, 8)),
-    "repeated conv": (lambda: Repeated(nn.Conv2d(4, 4, 3, padding=1)), (2, 4, 5, 5)),
     "repeated conv, channels last": (
         lambda: Repeated(nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)),
         (2, 4, 5, 5),
@@ -343,46 +340,19 @@ def test_checkpoints_go_on_working(reentrant: bool) -> None:
     assert_same(expected, train(model))
 
 
-@pytest.mark.quick_sample(3)
-@pytest.mark.parametrize("layers", [["body"], ["body.*", "head"]])
-@pytest.mark.parametrize("check", ["outputs", "operators", "none"])
+@pytest.mark.parametrize("check", ["outputs", "operators"])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_the_packs_checkpoints_go_on_working(layers: list[str], check: str, is_first: bool) -> None:
+def test_the_packs_checkpoints_go_on_working(check: str, is_first: bool) -> None:
     expected, model = train(net()), net()
     if is_first:
         casts = WeightCasts(model, "cpu")
-    handle = apply_activation_checkpointing(model, layers=layers, determinism_check=check)
+    handle = apply_activation_checkpointing(model, layers=["body.*", "head"], determinism_check=check)
     if not is_first:
         casts = WeightCasts(model, "cpu")
     assert_same(expected, train(model))
     casts.remove()
     handle.remove()
     assert {type(module) for module in model.modules()} == {type(module) for module in net().modules()}
-
-
-class Around(nn.Module):
-    """A layer to be checkpointed, and one behind it with the same weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.after = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8)
-        self.after.weight = self.inner[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(self.inner(x))
-
-
-def test_a_second_run_may_find_a_cast_that_the_first_did_not() -> None:
-    torch.manual_seed(0)
-    model, x = Around(), torch.randn(3, 8, requires_grad=True)
-    with bf16():
-        expected = torch.autograd.grad(model(x).float().square().sum(), list(model.parameters()))
-    WeightCasts(model, "cpu")
-    apply_activation_checkpointing(model, layers=["inner"], determinism_check="operators")
-    with bf16():
-        loss = model(x).float().square().sum()
-    for _ in range(2):  # retained, the graph keeps the later layer's cast while the layer before it runs again
-        assert_same(list(expected), list(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)))
 
 
 def test_folded_batch_norms_go_on_working() -> None:
@@ -449,13 +419,9 @@ def test_threads_do_not_see_each_others_casts() -> None:
     WeightCasts(ours, "cpu")
 
     def run(model: nn.Module, number: int) -> list[Tensor]:
-        autocast = partial(
-            torch.autocast, "cpu", dtype=(torch.bfloat16, torch.float16)[number % 2], cache_enabled=False
-        )
-        parameters = [parameter for parameter in model.parameters() if number % 3 or parameter.ndim == 1]
-        with autocast(enabled=number % 5 != 4):
+        with torch.autocast("cpu", dtype=(torch.bfloat16, torch.float16)[number % 2], cache_enabled=False):
             loss = model(x * number).float().square().sum()
-        return [loss, *torch.autograd.grad(loss, parameters)]
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
     expected = [run(plain, number) for number in range(20)]
     with ThreadPoolExecutor(4) as threads:
@@ -482,11 +448,6 @@ def test_nested_autocast_of_another_dtype() -> None:
     assert_same(gradients(plain, x), gradients(ours, x))
 
 
-class OwnForward(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.weight.sum()
-
-
 class OwnConvolution(nn.Conv2d):
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._conv_forward(input, weight / weight.std(), bias)
@@ -494,6 +455,11 @@ class OwnConvolution(nn.Conv2d):
 
 class Plain(nn.Linear):
     """A subclass that changes nothing in the forward."""
+
+
+class OwnForward(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight.sum()
 
 
 def patched(module: nn.Module) -> nn.Module:
@@ -511,7 +477,6 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
     "lazy": lambda: nn.LazyLinear(8),
     "traced": lambda: torch.jit.trace(nn.Linear(8, 8), torch.ones(1, 8)),
     "patched": lambda: patched(nn.Linear(8, 8)),
-    "bilinear": lambda: nn.Bilinear(8, 8, 8),
 }
 
 
@@ -592,8 +557,7 @@ def test_compiled_code_is_one_plain_graph() -> None:
     assert operators(ours) == operators(plain)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_transforms_and_tracing_run_plain() -> None:
+def test_transforms_run_plain() -> None:
     plain, ours, x = linears(8, 8, 8), linears(8, 8, 8), torch.randn(4, 8)
     WeightCasts(ours, "cpu")
 
@@ -607,14 +571,10 @@ def test_transforms_and_tracing_run_plain() -> None:
         return [*each.values(), *torch.func.grad(loss)(parameters, x).values()]
 
     assert_same(slopes(plain), slopes(ours))
-    for model in (plain, ours):
-        model.append(model[0])  # used again, with its own parameters: only the input is transformed
+    replaced = {"0.weight": torch.randn(8, 8, requires_grad=True)}
     with bf16():
         inputs = [torch.func.grad(lambda x, model=model: model(x).float().square().sum())(x) for model in (plain, ours)]
         assert torch.equal(*inputs)
-        assert torch.equal(plain(x), torch.jit.trace(ours, x)(x))
-    replaced = {"0.weight": torch.randn(8, 8, requires_grad=True)}
-    with bf16():
         assert torch.equal(functional_call(plain, replaced, (x,)), functional_call(ours, replaced, (x,)))
 
 
@@ -636,26 +596,24 @@ def test_a_model_is_not_changed_twice() -> None:
 
 
 class Several(nn.Module):
-    """A body that runs in a checkpoint, again, before it or behind it."""
+    """A body that runs in a selective checkpoint, again, before it or behind it."""
 
-    def __init__(self, order: str, save: Callable[[object], bool] | None) -> None:
+    def __init__(self, order: str, saved: Collection[object]) -> None:
         super().__init__()
-        self.first, self.order, self.save = nn.Linear(8, 8), order, save
+        self.first, self.order, self.saved = nn.Linear(8, 8), order, saved
         self.body = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8))
 
     def checkpointed(self, x: Tensor) -> Tensor:
-        if self.save is None:
-            return self.body(x)  # by the pack
+        if not self.saved:
+            return self.body(x)  # which the package checkpoints
         contexts = partial(create_selective_checkpoint_contexts, self.policy)
         return checkpoint(self.body, x, use_reentrant=False, context_fn=contexts)
 
     def policy(self, _: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if self.save(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operator in self.saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).float()
-        if self.order == "once":
-            return self.checkpointed(x)
         if self.order == "twice":
             return self.checkpointed(x) + self.checkpointed(2 * x)
         if self.order == "plain after":
@@ -666,33 +624,21 @@ class Several(nn.Module):
         return output
 
 
-aten = torch.ops.aten
-CHEAP = {aten.native_layer_norm.default, aten._softmax.default, aten.addmm.default}
-SAVED: dict[str, Callable[[object], bool]] = {
-    "casts": lambda operator: operator is aten._to_copy.default,
-    "products": lambda operator: operator is aten.addmm.default,
-    "both": lambda operator: operator in (aten._to_copy.default, aten.addmm.default),
-    "all but some": lambda operator: operator not in CHEAP,
-}
-ORDERS = pytest.mark.parametrize("order", ["once", "twice", "plain after", "plain before"])
+CASTS, PRODUCTS = torch.ops.aten._to_copy.default, torch.ops.aten.addmm.default
 
 
-@ORDERS
-@pytest.mark.parametrize("saved", SAVED)
-def test_selective_checkpoints_go_on_working(order: str, saved: str) -> None:
+@pytest.mark.parametrize("order", ["twice", "plain after", "plain before"])
+@pytest.mark.parametrize(
+    "saved",
+    [{CASTS}, {CASTS, PRODUCTS}, ["aten._to_copy"], "matmuls"],
+    ids=["casts", "casts and products", "our casts", "our products"],
+)
+def test_selective_checkpoints_go_on_working(order: str, saved: set[object] | str | list[str]) -> None:
+    is_torchs = isinstance(saved, set)
     torch.manual_seed(0)
-    model, x = Several(order, SAVED[saved]), torch.randn(8, 8)
+    model, x = Several(order, saved if is_torchs else ()), torch.randn(8, 8)
     expected = gradients(model, x)
-    WeightCasts(model, "cpu")
-    assert_same(expected, gradients(model, x))
-
-
-@ORDERS
-@pytest.mark.parametrize("save", [["aten._to_copy"], ["aten._to_copy", "aten.addmm"], "matmuls"])
-def test_the_packs_selective_checkpoints_go_on_working(order: str, save: str | list[str]) -> None:
-    torch.manual_seed(0)
-    model, x = Several(order, None), torch.randn(8, 8)
-    expected = gradients(model, x)
-    apply_activation_checkpointing(model, layers=["body"], save=SavePolicy(save))
+    if not is_torchs:
+        apply_activation_checkpointing(model, layers=["body"], save=SavePolicy(saved))
     WeightCasts(model, "cpu")
     assert_same(expected, gradients(model, x))
