@@ -1,11 +1,10 @@
 """The plugin on an accelerator: its autocast has other lists than the host's, and fused optimizers other kernels."""
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from support.devices import ACCELERATOR, DEVICE, allocate_workspaces, device_module, requested_bytes
-from support.helpers import LitTiny, TinyCNN, TinyGPT, assert_equal_weights
+from support.helpers import LitTiny, TinyCNN, TinyGPT
 
 from lightning_vram import LeanMixedPrecision
 from lightning_vram.demos import ByteGPT
@@ -20,43 +19,35 @@ class Fused(LitTiny):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
-def fit(plugin, make_trainer, net=TinyGPT, module=LitTiny, **options):
-    pl.seed_everything(0, verbose=False)
-    model = module(net())
-    make_trainer(accelerator=ACCELERATOR, devices=1, plugins=[plugin], **options).fit(model)
-    return model
+ON_DEVICE = {"accelerator": ACCELERATOR, "devices": 1}
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("net", [TinyCNN, TinyGPT])
-def test_results_are_those_of_lightning_to_the_bit(precision, net, make_trainer):
-    options = {"net": net, "gradient_clip_val": 0.1}
-    plain = fit(MixedPrecision(precision, DEVICE), make_trainer, **options)
-    for recasts in (False, True):
-        plugin = LeanMixedPrecision(precision, recast_in_backward=recasts)
-        assert_equal_weights(fit(plugin, make_trainer, **options), plain)
+@pytest.mark.parametrize(("precision", "net"), [("bf16-mixed", TinyGPT), ("16-mixed", TinyCNN)])
+def test_results_are_those_of_lightning_to_the_bit(precision, net, same_as_baseline):
+    plugin = LeanMixedPrecision(precision, recast_in_backward=True)
+    baseline = {"plugins": [MixedPrecision(precision, DEVICE)]}
+    options = {"gradient_clip_val": 0.1, "max_epochs": 2, **ON_DEVICE}
+    same_as_baseline(lambda: LitTiny(net()), plugins=[plugin], baseline=baseline, **options)
 
 
-def test_a_fused_optimizer_is_clipped_and_skips_overflows(make_trainer):
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**30)
-    plugin = LeanMixedPrecision("fp16", scaler=scaler)
-    model = fit(plugin, make_trainer, module=Fused, gradient_clip_val=0.1, max_epochs=8)
+def test_a_fused_optimizer_is_clipped_and_skips_overflows(fit):
+    plugin = LeanMixedPrecision("fp16", scaler=torch.amp.GradScaler(DEVICE, init_scale=2.0**30))
+    model = fit(lambda: Fused(TinyGPT()), plugins=[plugin], gradient_clip_val=0.1, max_epochs=8, **ON_DEVICE)
     assert 0 < plugin.overflow_steps < 24
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("module", [LitTiny, Fused])
 @pytest.mark.parametrize("parameters", ["bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"])
-def test_lean_parameters_train(parameters, module, make_trainer):
+def test_lean_parameters_train(parameters, fit):
     plugin = LeanMixedPrecision("bf16", parameters=parameters, low_precision_norms=True)
-    model = fit(plugin, make_trainer, module=module)
+    model = fit(lambda: Fused(TinyGPT()), plugins=[plugin], max_epochs=2, **ON_DEVICE)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_auto_is_bf16_where_the_hardware_has_it(make_trainer):
+def test_auto_is_bf16_where_the_hardware_has_it(fit):
     plugin = LeanMixedPrecision("auto")
-    fit(plugin, make_trainer)
+    fit(lambda: LitTiny(TinyGPT()), plugins=[plugin], **ON_DEVICE)
     assert (plugin.precision == "bf16-mixed") is device_module().is_bf16_supported(including_emulation=False)
 
 

@@ -1,6 +1,5 @@
 """The plugin with every callback of the package, with DDP and with FSDP2."""
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -10,11 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_vram import (
-    ActivationCheckpointing,
-    InPlaceFusion,
-    LeanMixedPrecision,
-)
+from lightning_vram import InPlaceFusion, LeanMixedPrecision
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -31,37 +26,24 @@ def make_plugin(kind, net=TinyCNN):
     return LeanMixedPrecision(**SETTINGS[kind], **norms)
 
 
-def build(net, module=LitTiny):
-    pl.seed_everything(0, verbose=False)
-    return module(net())
-
-
 @pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("name", KEEPS_RESULT)
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("net", [TinyCNN, TinyGPT])
-def test_a_callback_changes_nothing_under_the_plugin(name, kind, net, make_trainer):
+def test_a_callback_changes_nothing_under_the_plugin(name, kind, net, same_as_baseline):
     if (name, kind) == ("OptimizerInBackward", "lean"):
         pytest.skip("is refused with bf16 weights, which something else steps already")
-    callback, fitted = from_config(name), []
-    for callbacks in ([], [callback]):
-        model = build(net)
-        options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
-        make_trainer(callbacks=callbacks, plugins=[make_plugin(kind, net)], **options).fit(model)
-        fitted.append(model)
-    assert_equal_weights(*fitted)
+    callback, baseline = from_config(name), {"plugins": [make_plugin(kind, net)]}
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "limit_val_batches": 1.0, "max_epochs": 2}
+    same_as_baseline(lambda: LitTiny(net()), callback, plugins=[make_plugin(kind, net)], baseline=baseline, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_all_together_change_nothing(kind, make_trainer):
-    refused = {"OptimizerInBackward"} if kind in ("fp16", "lean") else set()
-    callbacks, fitted = [from_config(name) for name in KEEPS_RESULT if name not in refused], []
-    for parts in ([], callbacks):
-        model = build(TinyGPT)
-        make_trainer(callbacks=parts, plugins=[make_plugin(kind, TinyGPT)]).fit(model)
-        fitted.append(model)
-    assert_equal_weights(*fitted)
+def test_all_together_change_nothing(kind, same_as_baseline):
+    callbacks = [from_config(name) for name in KEEPS_RESULT if name != "OptimizerInBackward"]
+    options = {"plugins": [make_plugin(kind, TinyGPT)], "baseline": {"plugins": [make_plugin(kind, TinyGPT)]}}
+    same_as_baseline(lambda: LitTiny(TinyGPT()), *callbacks, max_epochs=2, **options)
 
 
 class NormThenActivation(TinyCNN):
@@ -70,34 +52,31 @@ class NormThenActivation(TinyCNN):
 
 
 @pytest.mark.parametrize("fp32_modules", [(), nn.LayerNorm], ids=["low norms", "island"])
-def test_norms_in_16_bit_are_fused_or_left_alone(fp32_modules, make_trainer):
+def test_norms_in_16_bit_are_fused_or_left_alone(fp32_modules, fit):
     fitted = []
     for callbacks in ([], [InPlaceFusion()]):
-        model = build(NormThenActivation)
         plugin = LeanMixedPrecision("bf16", low_precision_norms=not fp32_modules, fp32_modules=fp32_modules)
-        make_trainer(callbacks=callbacks, plugins=[plugin]).fit(model)
-        fitted.append(model)
+        fitted.append(fit(lambda: LitTiny(NormThenActivation()), *callbacks, plugins=[plugin]))
     assert_equal_weights(*fitted)
 
 
-@pytest.mark.quick_sample(2)
 @pytest.mark.distributed
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_results_on_two_ranks_are_those_of_lightning(precision, make_model, make_trainer):
-    fitted = []
-    for plugin in (MixedPrecision(precision, "cpu"), LeanMixedPrecision(precision, recast_in_backward=True)):
-        model = make_model()
-        make_trainer(plugins=[plugin], strategy="ddp_fork", devices=2, max_epochs=1, gradient_clip_val=0.1).fit(model)
-        fitted.append(model)
-    assert_equal_weights(*fitted)
+@pytest.mark.parametrize(("precision", "net"), [("bf16-mixed", TinyCNN), ("16-mixed", TinyGPT)])
+def test_results_on_two_ranks_are_those_of_lightning(precision, net, same_as_baseline):
+    options = {"strategy": "ddp_fork", "devices": 2, "gradient_clip_val": 0.1}
+    baseline = {"strategy": "ddp_fork", "plugins": [MixedPrecision(precision, "cpu")]}
+    plugin = LeanMixedPrecision(precision, recast_in_backward=True)
+    same_as_baseline(lambda: LitTiny(net()), plugins=[plugin], baseline=baseline, **options)
 
 
-class Replicas(LitTiny):
-    def on_train_end(self):
-        torch.save([p.detach().clone() for p in self.parameters()], f"{self.path}/{self.global_rank}.pt")
+class OnRanks(LitTiny):
+    """Leaves a file of each rank."""
+
+    def save(self, *values):
+        torch.save(values, f"{self.trainer.default_root_dir}/{self.global_rank}.pt")
 
 
-class OtherOnEachRank(Replicas):
+class OtherOnEachRank(OnRanks):
     """As of a script without a seed, of which DDP broadcasts the weights of the first rank."""
 
     def configure_model(self):
@@ -107,27 +86,27 @@ class OtherOnEachRank(Replicas):
         self.net.blocks[0].linear1.requires_grad_(False)
 
     def on_train_end(self):
-        weights = self.trainer.strategy.lightning_module_state_dict()
-        torch.save(list(weights.values()), f"{self.path}/{self.global_rank}.pt")
+        self.save(*self.trainer.strategy.lightning_module_state_dict().values())
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.distributed
-@pytest.mark.parametrize("parameters", ["bf16+master", "bf16+split", "bf16+kahan"])
-def test_replicas_that_begin_with_other_weights_become_equal(parameters, make_trainer, tmp_path):
-    model = build(TinyGPT, OtherOnEachRank)
-    model.path = tmp_path
+@pytest.mark.parametrize("parameters", ["bf16+split", "bf16+master", "bf16+kahan", "bf16+stochastic"])
+def test_replicas_that_begin_with_other_weights_become_equal_and_stay_so(parameters, fit, tmp_path):
     plugin = LeanMixedPrecision("bf16", parameters=parameters)
-    make_trainer(plugins=[plugin], strategy="ddp_fork", devices=2, max_epochs=1).fit(model)
+    fit(lambda: OtherOnEachRank(TinyGPT()), plugins=[plugin], strategy="ddp_fork", devices=2, gradient_clip_val=0.1)
     one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert all(map(torch.equal, one, other))
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in one)
 
 
-class Sharded(LitTiny):
-    inf_at = None
+class Sharded(OnRanks):
+    def __init__(self, net, inf_at=None):
+        super().__init__(net)
+        self.inf_at = inf_at
 
     def configure_model(self):
-        for part in [*self.net.blocks, self.net] if isinstance(self.net, TinyGPT) else [self.net[0], self.net]:
+        for part in [*self.net.blocks, self.net]:
             if not isinstance(next(part.parameters()), DTensor):
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
@@ -137,44 +116,43 @@ class Sharded(LitTiny):
 
     def on_train_end(self):
         scaler = self.trainer.precision_plugin.scaler
-        weights = [p.full_tensor() for p in self.parameters()]
-        torch.save((weights, scaler and scaler.get_scale()), f"{self.path}/{self.global_rank}.pt")
+        self.save(scaler and scaler.get_scale(), *(p.full_tensor() for p in self.parameters()))
 
     def state_dict(self, **arguments):
         return {}  # the launcher cannot hand shards to the parent process
 
 
-def fit_sharded(plugin, make_trainer, path, callbacks=(), inf_at=None):
-    model = build(TinyGPT, Sharded)
-    model.path, model.inf_at = path, inf_at
-    options = {"max_epochs": 1, "limit_val_batches": 0, "gradient_clip_val": 0.1}
-    make_trainer(plugins=[plugin], callbacks=[*callbacks], strategy=Forking(), devices=2, **options).fit(model)
-    one, other = (torch.load(path / f"{rank}.pt") for rank in (0, 1))
-    assert all(map(torch.equal, one[0], other[0]))
-    assert one[1] == other[1]
-    return one
+@pytest.fixture
+def fit_sharded(fit, tmp_path):
+    def fit_sharded(plugin, **arguments):
+        options = {"strategy": Forking(), "devices": 2, "gradient_clip_val": 0.1}
+        fit(lambda: Sharded(TinyGPT(), **arguments), plugins=[plugin], **options)
+        (scale, *weights), (other_scale, *others) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+        assert scale == other_scale
+        assert all(map(torch.equal, weights, others))
+        return weights, scale
+
+    return fit_sharded
 
 
 @pytest.mark.slow_except("16-mixed")
 @pytest.mark.distributed
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_sharded_results_are_those_of_lightning(precision, make_trainer, tmp_path):
-    plain = fit_sharded(MixedPrecision(precision, "cpu"), make_trainer, tmp_path)
-    for callbacks in ([], [ActivationCheckpointing()]):
-        ours = LeanMixedPrecision(precision, recast_in_backward=True)
-        saving = fit_sharded(ours, make_trainer, tmp_path, callbacks)
-        assert all(map(torch.equal, saving[0], plain[0]))
+def test_sharded_results_are_those_of_lightning(precision, fit_sharded):
+    plain, _ = fit_sharded(MixedPrecision(precision, "cpu"))
+    ours, _ = fit_sharded(LeanMixedPrecision(precision, recast_in_backward=True))
+    assert all(map(torch.equal, ours, plain))
 
 
 @pytest.mark.distributed
-def test_an_inf_in_the_shard_of_one_rank_is_skipped_by_both(make_trainer, tmp_path):
+def test_an_inf_in_the_shard_of_one_rank_is_skipped_by_both(fit_sharded):
     plugin = LeanMixedPrecision("fp16", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
-    weights, scale = fit_sharded(plugin, make_trainer, tmp_path, inf_at=(1, 1))
+    weights, scale = fit_sharded(plugin, inf_at=(1, 1))
     assert scale == 512
     assert all(torch.isfinite(weight).all() for weight in weights)
 
 
 @pytest.mark.distributed
-def test_lean_parameters_that_are_sharded_are_refused(make_trainer, tmp_path):
+def test_lean_parameters_that_are_sharded_are_refused(fit_sharded):
     with pytest.raises(Exception, match="MixedPrecisionPolicy"):
-        fit_sharded(LeanMixedPrecision("bf16", parameters="bf16+split"), make_trainer, tmp_path)
+        fit_sharded(LeanMixedPrecision("bf16", parameters="bf16+split"))
