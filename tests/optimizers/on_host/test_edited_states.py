@@ -19,7 +19,7 @@ from lightning_vram.optimizers.moment_forms import FORMS
 from lightning_vram.optimizers.on_host import HostOptimizers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
-PLACES = ["memory", "disk", "bf16", "8bit", "4bit", "disk bf16", "disk 8bit"]
+PLACES = ["memory", "disk", "bf16", "8bit", "disk 8bit"]
 EXACT = {"memory", "disk"}
 Edit = Callable[[Optimizer, dict[str, Any]], None]
 
@@ -29,28 +29,13 @@ def fill_steps(optimizer: Optimizer, held: dict[str, Any]) -> None:
         state["step"].fill_(1000.0)
 
 
-def fill_held_steps(optimizer: Optimizer, held: dict[str, Any]) -> None:
-    for step in held["steps"]:
-        step.fill_(1000.0)
-
-
 def add_to_steps_in_held_dicts(optimizer: Optimizer, held: dict[str, Any]) -> None:
     for state in held["states"]:
         state["step"] += 1000
 
 
-def replace_steps(optimizer: Optimizer, held: dict[str, Any]) -> None:
-    for state in optimizer.state.values():
-        state["step"] = torch.tensor(1000.0)
-
-
 def clear(optimizer: Optimizer, held: dict[str, Any]) -> None:
     optimizer.state.clear()
-
-
-def clear_each(optimizer: Optimizer, held: dict[str, Any]) -> None:
-    for state in held["states"]:
-        state.clear()
 
 
 def pop_some(optimizer: Optimizer, held: dict[str, Any]) -> None:
@@ -60,11 +45,6 @@ def pop_some(optimizer: Optimizer, held: dict[str, Any]) -> None:
 
 def begin_anew(optimizer: Optimizer, held: dict[str, Any]) -> None:
     optimizer.state = defaultdict(dict)
-
-
-def replace_moments(optimizer: Optimizer, held: dict[str, Any]) -> None:
-    for state in optimizer.state.values():
-        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
 
 
 def replace_by_plain_ones(optimizer: Optimizer, held: dict[str, Any]) -> None:
@@ -96,14 +76,10 @@ EDITS: dict[str, Edit] = {
     edit.__name__: edit
     for edit in (
         fill_steps,
-        fill_held_steps,
         add_to_steps_in_held_dicts,
-        replace_steps,
         clear,
-        clear_each,
         pop_some,
         begin_anew,
-        replace_moments,
         replace_by_plain_ones,
         replace_states,
         write_moments,
@@ -143,7 +119,6 @@ def train(net: nn.Module, optimizer: Optimizer, edit: Edit | None, *, is_early: 
         step(net, optimizer, seed, is_early=is_early)
         if seed == 0:
             held["states"] = list(optimizer.state.values())
-            held["steps"] = [state["step"] for state in held["states"]]
             held["state_dict"] = deepcopy(optimizer.state_dict())
         elif seed == 2 and edit is not None:
             edit(optimizer, held)
@@ -195,8 +170,8 @@ def test_what_is_written_to_states_while_a_step_goes_on_counts_in_the_next(mesh,
     assert is_seen(train_hosted(place, tmp_path, edit), edit, is_exact=place in EXACT)
 
 
-@pytest.mark.parametrize("place", ["memory", "disk", "8bit"])
-@pytest.mark.parametrize("edit", [fill_held_steps, clear, replace_by_plain_ones])
+@pytest.mark.parametrize("place", ["memory", "disk 8bit"])
+@pytest.mark.parametrize("edit", [fill_steps, clear, replace_by_plain_ones])
 def test_it_counts_in_a_step_that_begins_in_the_backward(mesh, tmp_path, place, edit):
     ours = train_hosted(place, tmp_path, edit, is_early=True)
     assert is_seen(ours, edit, is_exact=place in EXACT)
@@ -224,9 +199,8 @@ def test_gradients_and_moments_may_lie_in_another_order(mesh, tmp_path, place):
 
 @pytest.mark.parametrize(
     ("place", "value", "found"),
-    [(place, torch.zeros(3), r"shape \[3\]") for place in ("memory", "disk", "bf16", "8bit", "disk 4bit")]
-    + [(place, 0.0, r"0\.0") for place in ("disk", "bf16", "8bit")]
-    + [("disk", None, "None")],
+    [(place, torch.zeros(3), r"shape \[3\]") for place in ("memory", "disk", "8bit")]
+    + [("bf16", 0.0, r"0\.0"), ("disk", None, "None")],
 )
 def test_a_moment_of_another_shape_is_refused(mesh, tmp_path, place, value, found):
     net = make()
@@ -247,7 +221,7 @@ def test_a_moment_of_another_shape_is_refused(mesh, tmp_path, place, value, foun
 
 def _edit_on_two_ranks() -> None:
     for place in ("memory", "disk", "8bit"):
-        for edit in (fill_held_steps, clear, replace_by_plain_ones, load):
+        for edit in (fill_steps, clear, replace_by_plain_ones, load):
             ours = train_hosted(place, "/tmp", edit)
             expected = train_plainly(edit)
             far = (expected - train_plainly(None)).norm()
@@ -262,9 +236,11 @@ def test_two_ranks_see_what_is_written(tmp_path):
 # --- parameters that come and go ---
 
 
-def add(optimizer: Optimizer, net: Net, seed: int) -> None:
+def add_and_load(optimizer: Optimizer, net: Net, seed: int) -> None:
     if seed in (1, 3):
         optimizer.add_param_group({"params": list(net.blocks[2 - seed // 2].parameters()), "lr": 5e-3})
+    elif seed == 4:
+        optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
 
 
 def remove(optimizer: Optimizer, net: Net, seed: int) -> None:
@@ -289,15 +265,6 @@ def thaw(optimizer: Optimizer, net: Net, seed: int) -> None:
         net.blocks.requires_grad_(True)
 
 
-def add_and_load(optimizer: Optimizer, net: Net, seed: int) -> None:
-    add(optimizer, net, seed)
-    if seed == 4:
-        optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
-
-
-CHANGES = [add, remove, replace, thaw, add_and_load]
-
-
 def train_changing(net: nn.Module, optimizer: Optimizer, change: Callable[[Optimizer, Any, int], None]) -> Tensor:
     for seed in range(6):
         change(optimizer, net, seed)
@@ -306,8 +273,9 @@ def train_changing(net: nn.Module, optimizer: Optimizer, change: Callable[[Optim
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize(
+    ("change", "is_early"), [(add_and_load, True), (remove, False), (replace, True), (thaw, False)]
+)
 def test_parameters_that_come_and_go_are_trained_as_in_the_plain_run(mesh, tmp_path, place, change, is_early):
     net, plain = make(), make()
     before = torch.cat([parameter.detach().flatten() for parameter in plain.parameters()])
