@@ -280,17 +280,3 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(form):
             assert torch.equal(*(getattr(one, "records", one) for one in pair))
     our_moments.let_go()
     their_moments.let_go()
-
-
-def test_lost_updates_are_counted_outside_of_rows(in_rows):
-    weight = nn.Parameter(torch.ones(4096))
-    optimizer = AdamW([weight], fused=True)
-    check = UpdateCheck(lambda: True)
-    moments = attach(optimizer, "bf16", check)
-    for _ in range(3):
-        weight.grad = torch.ones(4096)
-        check.begin()
-        optimizer.step()
-    assert check.share is not None
-    assert not in_rows
-    moments.let_go()

@@ -21,49 +21,37 @@ class Named(optim.AdamW):
     """The same step under another name."""
 
 
-WAY_OUT = (
-    "only plain tensors of float32, float16 or bfloat16 can. Initialize lazy and meta parameters first, and leave "
-    "quantized ones out. With FSDP2 give fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) "
-    "instead."
-)
-
-
 def refusal(message: str):
     return pytest.raises(ValueError, match=f"^{re.escape(message)}$")
 
 
 def test_an_unknown_scheme_is_refused():
-    message = (
-        "LeanParameters(scheme) must be 'bf16+master', 'bf16+split', 'bf16+kahan' or 'bf16+stochastic', got 'half'."
-    )
-    with refusal(message):
+    schemes = "'bf16+master', 'bf16+split', 'bf16+kahan' or 'bf16+stochastic'"
+    with refusal(f"LeanParameters(scheme) must be {schemes}, got 'half'."):
         LeanParameters([], "half")
 
 
-def test_a_parameter_of_another_precision_is_refused_and_no_other_is_converted():
-    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, 2, dtype=torch.float64))]
-    message = f"A torch.float64 parameter of type Parameter on cpu cannot be stored in bfloat16: {WAY_OUT}"
-    with refusal(message):
-        LeanParameters(parameters, "bf16+split")
-    assert parameters[0].dtype is torch.float32
-
-
-@pytest.mark.parametrize("make", [lambda: nn.LazyLinear(3).weight, lambda: nn.Linear(2, 2, device="meta").weight])
-def test_a_parameter_without_values_is_refused(make):
-    parameter = make()
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda mesh: nn.Parameter(torch.ones(3, 2, dtype=torch.float64)),
+        lambda mesh: nn.LazyLinear(3).weight,
+        lambda mesh: nn.Linear(2, 2, device="meta").weight,
+        lambda mesh: fully_shard(nn.Linear(2, 2), mesh=mesh).weight,
+    ],
+    ids=["64 bit", "lazy", "meta", "sharded"],
+)
+def test_a_parameter_of_another_kind_is_refused_and_no_other_is_converted(make, mesh):
+    first, parameter = nn.Parameter(torch.ones(2)), make(mesh)
     message = (
-        f"A torch.float32 parameter of type {type(parameter).__name__} on {parameter.device} cannot be stored in "
-        f"bfloat16: {WAY_OUT}"
+        f"A {parameter.dtype} parameter of type {type(parameter).__name__} on {parameter.device} cannot be stored in "
+        "bfloat16: only plain tensors of float32, float16 or bfloat16 can. Initialize lazy and meta parameters first, "
+        "and leave quantized ones out. With FSDP2 give fully_shard(mp_policy=MixedPrecisionPolicy("
+        "param_dtype=torch.bfloat16)) instead."
     )
     with refusal(message):
-        LeanParameters([parameter], "bf16+split")
-
-
-def test_a_sharded_parameter_is_refused(mesh):
-    layer = fully_shard(nn.Linear(2, 2), mesh=mesh)
-    message = f"A torch.float32 parameter of type DTensor on cpu cannot be stored in bfloat16: {WAY_OUT}"
-    with refusal(message):
-        LeanParameters(layer.parameters(), "bf16+split")
+        LeanParameters([first, parameter], "bf16+split")
+    assert first.dtype is torch.float32
 
 
 def test_parameters_that_are_not_floating_are_passed_over():
@@ -79,9 +67,8 @@ def test_other_optimizers_are_refused_before_any_is_changed(kind):
     optimizers = [optim.AdamW(net[0].parameters()), kind(list(net.parameters()))]
     message = (
         f"bfloat16 parameters cannot be stepped by {kind.__name__}: use one of torch.optim's Adadelta, Adafactor, "
-        "Adagrad, "
-        "Adam, AdamW, Adamax, ASGD, Muon, NAdam, RAdam, RMSprop, Rprop, SGD, a subclass with the same step, or "
-        'parameters="fp32".'
+        "Adagrad, Adam, AdamW, Adamax, ASGD, Muon, NAdam, RAdam, RMSprop, Rprop, SGD, a subclass with the same step, "
+        'or parameters="fp32".'
     )
     with refusal(message):
         lean.attach(optimizers)
@@ -113,5 +100,4 @@ def test_plain_sixteen_bit_weights_are_refused(kind):
 def test_frozen_weights_and_other_optimizers_pass():
     net = make_net().bfloat16()
     refuse_lost_updates([Foreign(net.parameters()), optim.AdamW(make_net().parameters())])
-    frozen = optim.AdamW(net.requires_grad_(requires_grad=False).parameters())
-    refuse_lost_updates([frozen])
+    refuse_lost_updates([optim.AdamW(net.requires_grad_(requires_grad=False).parameters())])

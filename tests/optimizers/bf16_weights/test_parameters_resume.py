@@ -26,17 +26,15 @@ def through_a_file(value: Any) -> Any:
 
 
 KINDS: list[Callable[..., optim.Optimizer]] = [
-    optim.AdamW,
     optim.NAdam,  # keeps a product without dimensions
     optim.Adafactor,  # keeps statistics of rows and columns
     optim.Adagrad,  # has a state before the first step
-    lambda parameters: optim.SGD(parameters, lr=0.1, momentum=0.9),
     lambda parameters: optim.Adam(parameters, fused=True),
 ]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("kind", KINDS, ids=["AdamW", "NAdam", "Adafactor", "Adagrad", "SGD", "fused Adam"])
+@pytest.mark.parametrize("kind", KINDS, ids=["NAdam", "Adafactor", "Adagrad", "fused Adam"])
 def test_a_run_goes_on_to_the_bit(scheme, kind):
     net, lean, optimizer = lean_net(scheme, kind)
     take_steps(net, optimizer, 0, 1, 2)
@@ -111,15 +109,3 @@ def test_narrow_states_are_loaded_by_plain_runs_and_made_of_wide_ones(scheme):
         assert torch.equal(state["step"], expected["step"])
     reference.load_state_dict(optimizer.state_dict())
     take_steps(plain, reference, 1)
-
-
-def test_a_state_that_does_not_fit_is_refused_as_ever_and_changes_nothing():
-    net, _, optimizer = lean_net("bf16+split")
-    take_steps(net, optimizer, 0)
-    other = optim.AdamW(net[0].parameters())
-    groups, states = optimizer.param_groups, optimizer.state
-    with pytest.raises(ValueError, match=r"^loaded state dict contains a parameter group that doesn't match the size"):
-        optimizer.load_state_dict(other.state_dict())
-    assert optimizer.param_groups is groups
-    assert optimizer.state is states
-    take_steps(net, optimizer, 1)

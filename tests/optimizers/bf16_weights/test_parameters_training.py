@@ -1,15 +1,10 @@
 """Training with lean parameters: the loss, and replicas."""
 
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from support.lean_nets import EXACT, assert_same_weights, make_net
+from support.lean_nets import EXACT
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from lightning_vram.optimizers.bf16_weights import SCHEMES, LeanParameters
@@ -72,33 +67,3 @@ def test_averages_in_sixteen_bits_do_not_stand_still(scheme):
     assert average.dtype is torch.bfloat16
     # Rounded to the nearest it stays at .25 or below, where a thousandth of what is missing is half a unit.
     assert average.mean().item() == pytest.approx(1 - 0.999**1000, rel=0.02)
-
-
-def train_a_replica(rank: int, path: str, scheme: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", 2), rank=rank, world_size=2)
-    net = make_net()
-    lean = LeanParameters(net.parameters(), scheme)
-    replica = DistributedDataParallel(net)
-    optimizer = AdamW(replica.parameters(), lr=0.01)
-    lean.attach([optimizer])
-    torch.manual_seed(rank)  # other data, and another global random state
-    for _ in range(3):
-        optimizer.zero_grad()
-        replica(torch.randn(4, 33, dtype=torch.bfloat16)).square().sum().backward()
-        optimizer.step()
-    lean.restore()
-    torch.save(net.state_dict(), f"{path}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("scheme", ["bf16+split", "bf16+stochastic"])
-def test_replicas_stay_equal(scheme, tmp_path: Path):
-    mp.start_processes(train_a_replica, (str(tmp_path), scheme), nprocs=2, start_method="fork")
-    nets = [make_net(), make_net()]
-    for rank, net in enumerate(nets):
-        net.load_state_dict(torch.load(tmp_path / f"{rank}.pt"))
-    assert_same_weights(*nets)
-    assert not torch.equal(nets[0][0].weight, make_net()[0].weight)

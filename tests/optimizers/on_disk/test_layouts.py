@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_vram.optimizers.moment_forms import StateLayout, find_layout, is_elementwise
+from lightning_vram.optimizers.moment_forms import StateLayout, find_layout
 
 FLOAT = torch.float32
 CASES = [
@@ -25,14 +25,6 @@ CASES = [
     (optim.Adadelta, {}, ["square_avg", "acc_delta"], ["step"]),
     (optim.Adamax, {}, ["exp_avg", "exp_inf"], ["step"]),
 ]
-
-
-class Renamed(optim.AdamW):
-    """A subclass with the same step."""
-
-    def __init__(self, parameters, note: str) -> None:
-        super().__init__(parameters, lr=0.1)
-        self.note = note
 
 
 @pytest.mark.parametrize(("kind", "options", "elementwise", "others"), CASES)
@@ -75,12 +67,6 @@ def test_nothing_of_the_optimizer_changes_and_no_hook_runs() -> None:
     assert parameter.grad is None
     assert torch.equal(parameter, weights)
     assert torch.equal(torch.get_rng_state(), random)
-
-
-def test_a_subclass_with_the_same_step_is_known() -> None:
-    optimizer = Renamed([nn.Parameter(torch.zeros(3))], "mine")
-    assert is_elementwise(Renamed)
-    assert sum(find_layout(optimizer, optimizer.param_groups[0], FLOAT).stored_bytes(1)) == 8
 
 
 @pytest.mark.parametrize("kind", [optim.Muon, optim.Adafactor, optim.LBFGS])

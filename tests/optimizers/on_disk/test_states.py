@@ -7,13 +7,14 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
 
 from lightning_vram.core.host import disk as disk_file
-from lightning_vram.memory.units import MIB, format_bytes
+from lightning_vram.memory.units import MIB
 from lightning_vram.optimizers import on_disk
 from lightning_vram.optimizers.on_disk import StreamedStates
 from lightning_vram.optimizers.step_loop import Part
@@ -22,10 +23,18 @@ from lightning_vram.optimizers.step_round import StepRound, iterate_parameters
 pytestmark = pytest.mark.timeout(60)
 
 SIZES = (9001, 1, 700, 0, 4096, 17, 12_295, 3)
+
+
+def in_groups(parameters: list[nn.Parameter], **options: Any) -> optim.Optimizer:
+    """With states of their own in each group."""
+    one, *rest = parameters
+    return optim.AdamW([{"params": rest, "amsgrad": True}, {"params": [one], "weight_decay": 0.5}], **options)
+
+
 CASES = {  # five steps of all others are in optimizer_table.txt
     "AdamW": (optim.AdamW, {}),
+    "AdamW, groups": (in_groups, {}),
     "Adam, amsgrad": (optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
-    "SGD": (optim.SGD, {}),
     "SGD, momentum": (optim.SGD, {"momentum": 0.9, "nesterov": True, "fused": True}),
     "Adagrad": (optim.Adagrad, {"initial_accumulator_value": 0.5, "lr_decay": 0.1}),
     "NAdam": (optim.NAdam, {}),
@@ -244,44 +253,18 @@ def test_forgotten_it_closes_itself_and_waits_for_no_thread(tmp_path, monkeypatc
     assert len(os.listdir("/proc/self/fd")) <= num_files
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path) -> None:
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "missing", tmp_path / "file"):
-        with pytest.raises(ValueError, match=r"^nvme_path must be an existing folder, got '.*'\.$"):
-            Streamed(path, optim.AdamW(make_parameters()))
-
-
-def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch) -> None:
-    def refuse(**_):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(disk_file.tempfile, "TemporaryFile", refuse)  # root may write anywhere
-    with pytest.raises(RuntimeError) as error:
-        Streamed(tmp_path, optim.AdamW(make_parameters()))
-    assert str(error.value) == (
-        f"nvme_path='{tmp_path}': cannot create a file there ([Errno 30] Read-only file system). Name a "
-        f"writable folder."
-    )
-
-
-@pytest.mark.parametrize("free", [MIB, 1024 * MIB])
-def test_a_full_disk_is_refused_before_training(tmp_path, monkeypatch, free: int) -> None:
+def test_a_full_disk_is_refused_before_training(tmp_path, monkeypatch) -> None:
     def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    gc.collect()  # what other tests left
-    num_files = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(disk_file.os, "posix_fallocate", refuse)
-    monkeypatch.setattr(disk_file.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(disk_file.shutil, "disk_usage", lambda _: SimpleNamespace(free=MIB))
     with pytest.raises(RuntimeError) as error:
         Streamed(tmp_path, optim.AdamW(make_parameters([2**20])))
     assert str(error.value) == (
-        f"nvme_path='{tmp_path}' needs 8.00 MiB for the optimizer state, but {format_bytes(free)} "
-        f"are free. Free some space, name a folder on another disk, or leave nvme_path out."
+        f"nvme_path='{tmp_path}' needs 8.00 MiB for the optimizer state, but 1.00 MiB are free. Free some space, name "
+        "a folder on another disk, or leave nvme_path out."
     )
-    del error
-    gc.collect()  # its frames knew the file
-    assert len(os.listdir("/proc/self/fd")) == num_files
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
@@ -316,12 +299,3 @@ def test_a_step_that_fails_leaves_earlier_states(tmp_path, monkeypatch) -> None:
     for state, earlier, step in zip(streamed.optimizer.state.values(), before, steps, strict=True):
         assert all(state[key] is value for key, value in earlier.items())
         assert torch.equal(state["step"], step)
-
-
-def test_short_reads_and_writes_go_on(tmp_path, monkeypatch) -> None:
-    pwritev, preadv = os.pwritev, os.preadv
-    monkeypatch.setattr(disk_file.os, "pwritev", lambda file, views, at: pwritev(file, [views[0][:1000]], at))
-    monkeypatch.setattr(disk_file.os, "preadv", lambda file, views, at: preadv(file, [views[0][:777]], at))
-    streamed, reference = make_pair(tmp_path, "AdamW")
-    step_both(streamed, reference, [0, 1, 2])
-    assert_same(streamed, reference)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.sharded_nets import Net, batch, loss_of, make, on_ranks, part, sharded, whole
+from support.sharded_nets import Net, batch, loss_of, make, part, sharded, whole
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -217,20 +217,6 @@ def test_a_moment_of_another_shape_is_refused(mesh, tmp_path, place, value, foun
         with pytest.raises(ValueError, match=text):
             step(net, optimizer, 1)
         host.let_go(sharding.remove())
-
-
-def _edit_on_two_ranks() -> None:
-    for place in ("memory", "disk", "8bit"):
-        for edit in (fill_steps, clear, replace_by_plain_ones, load):
-            ours = train_hosted(place, "/tmp", edit)
-            expected = train_plainly(edit)
-            far = (expected - train_plainly(None)).norm()
-            assert (ours - expected).norm() < (1e-3 if place in EXACT else 0.3) * far, (place, edit)
-
-
-@pytest.mark.slow
-def test_two_ranks_see_what_is_written(tmp_path):
-    on_ranks(tmp_path, _edit_on_two_ranks)
 
 
 # --- parameters that come and go ---
