@@ -154,26 +154,18 @@ def test_16_bit_tensors_in_any_structure_are_cast_in_and_out(wrap, is_keyword):
     assert not module.is_autocast
 
 
-def test_tensors_of_other_dtypes_and_containers_without_16_bit_are_handed_in_and_out_as_they_are():
-    wide, number, cache = torch.ones(2, dtype=torch.float64), torch.tensor(1), {"wide": Batch(torch.ones(2))}
-    loss = torch.tensor(1e5)  # infinite in float16
+def test_other_dtypes_containers_without_16_bit_and_losses_are_handed_through_as_they_are():
+    wide, number, loss = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int32), torch.tensor(1e5)
+    given = wide, number, {"wide": Batch(torch.ones(2))}  # which may be written into
     module = Noted((torch.ones(2), wide, number, loss, "text"))
     Float32Islands([module], "cpu")
     with autocast(torch.float16):
-        low, *others = module(torch.ones(2).half(), wide, number, cache)
-        assert module(torch.ones(2)) is not None
-    assert low.dtype == torch.float16
-    assert all(one is other for one, other in zip(others, (wide, number, loss, "text"), strict=True))
-    assert module.got[0][0].dtype == torch.float32
-
-
-def test_arguments_that_need_no_cast_are_the_same_objects():
-    cache, module = {"wide": Batch(torch.ones(2))}, Noted(torch.ones(2))
-    Float32Islands([module], "cpu")
-    with autocast():
-        module(torch.ones(2).bfloat16(), cache)
-        assert module.got[0][1] is cache  # it may be written into
+        low, *others = module(torch.ones(2).half(), *given)
+        got = module.got[0]
         assert module(torch.ones(2)) is module.output  # float32 in, float32 out
+    assert all(one is other for one, other in zip(got[1:], given, strict=True))
+    assert all(one is other for one, other in zip(others, module.output[1:], strict=True))
+    assert (got[0].dtype, low.dtype) == (torch.float32, torch.float16)
 
 
 def test_losses_of_each_element_stay_float32():
