@@ -1,6 +1,5 @@
 """Optimizers that nobody has read: right where one rank has all of each parameter, else refused in one line."""
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -108,23 +107,6 @@ def test_the_model_sees_what_was_written_before_a_second_closure(mesh):
         host.attach([optimizer])
         assert [loss.item() for loss in train(net, optimizer)] == [loss.item() for loss in expected]
     assert_same(weights(net), weights(plain))
-
-
-def test_a_checkpoint_of_it_goes_on_plainly(mesh):
-    net, plain = make(), make()
-    with hosted(net) as host:
-        optimizer = Factored(net.parameters())
-        host.attach([optimizer])
-        take_step(net, optimizer)
-        saved = copy.deepcopy(optimizer.state_dict())
-        take_step(net, optimizer, 1)
-        expected = weights(net)
-        optimizer.load_state_dict(saved)
-        take_step(net, optimizer, 2)
-    reference = Factored(plain.parameters())
-    take_step(plain, reference)
-    take_step(plain, reference, 1)
-    assert_same(expected, weights(plain))
 
 
 def fail_on_two() -> None:

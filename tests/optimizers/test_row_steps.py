@@ -1,6 +1,5 @@
 """Compiled steps in rows: as the operators step the same moments, and nothing where they cannot."""
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -247,36 +246,3 @@ def test_other_optimizers_and_settings_have_no_rule():
     scaled = AdamW(parameters)
     scaled.grad_scale = torch.ones(())
     assert not is_ruled(scaled, scaled.param_groups[0])
-
-
-def make_run(form: str) -> tuple[list[nn.Parameter], Optimizer, LowPrecisionMoments]:
-    torch.manual_seed(0)
-    weights = random_parameters([(4096,), (4160,), (2**16,), (4099,), (9000,)])
-    optimizer = AdamW([{"params": weights[:2]}, {"params": weights[2:], "lr": 1e-2}], lr=1e-3)
-    return weights, optimizer, attach(optimizer, form)
-
-
-def take_steps(weights: list[nn.Parameter], optimizer: Optimizer, numbers: Sequence[int]) -> None:
-    for number in numbers:
-        torch.manual_seed(number)
-        set_gradients(weights)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_an_interrupted_run_goes_on_with_the_same_bits(form):
-    ours, optimizer, our_moments = make_run(form)
-    take_steps(ours, optimizer, range(3))
-    theirs, other, their_moments = make_run(form)
-    for own, their in zip(ours, theirs, strict=True):
-        their.data.copy_(own.data)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for weights, one in ((ours, optimizer), (theirs, other)):
-        take_steps(weights, one, (3, 4))
-    for own, their in zip(ours, theirs, strict=True):
-        assert torch.equal(own, their)
-        for key in ("exp_avg", "exp_avg_sq"):
-            pair = optimizer.state[own][key], other.state[their][key]
-            assert torch.equal(*(getattr(one, "records", one) for one in pair))
-    our_moments.let_go()
-    their_moments.let_go()

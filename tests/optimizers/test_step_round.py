@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_vram.optimizers.step_round import StepRound
 from lightning_vram.private_names.fsdp2 import local_shard
@@ -70,68 +69,3 @@ def test_settings_are_those_of_the_beginning():
     reference.step()
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize(
-    ("options", "is_on_host", "is_fused"),
-    [
-        ({}, True, True),
-        ({}, False, None),
-        ({"fused": False}, True, False),
-        ({"fused": True}, False, True),
-        ({"foreach": True}, True, None),
-        ({"foreach": False}, True, None),
-    ],
-)
-def test_on_the_host_the_fused_kernel_is_used_where_none_was_named(options, is_on_host, is_fused, monkeypatch):
-    seen = []
-    optimizer = optim.AdamW(make_parameters(), **options)
-    step = optim.AdamW.step.__wrapped__
-
-    def note(self: Any, closure: Any = None) -> None:
-        seen.append(self.param_groups[0]["fused"])
-        step(self, closure)
-
-    note.hooked = False
-    monkeypatch.setattr(optim.AdamW, "step", note)
-    step_round = StepRound(optimizer, is_on_host=is_on_host)
-    step_round.run(step_round.take_rest())
-    assert seen == [is_fused]
-    assert optimizer.param_groups[0]["fused"] is options.get("fused")  # the user's stays
-
-
-def test_gradients_are_scaled_first_in_place():
-    ours, theirs = make_parameters(), make_parameters()
-    optimizer, reference = (optim.SGD(some, lr=0.1, fused=True) for some in (ours, theirs))
-    step_round = StepRound(optimizer, is_on_host=True, factor=torch.tensor(0.25))
-    step_round.run(step_round.take([ours[0]]))
-    assert torch.equal(ours[0].grad, theirs[0].grad / 4)
-    assert torch.equal(ours[1].grad, theirs[1].grad)
-    step_round.run(step_round.take_rest())
-    for parameter in theirs[:3]:
-        parameter.grad /= 4
-    reference.step()
-    assert_equal(ours, theirs)
-
-
-def test_states_of_sharded_parameters_are_sharded_alike(mesh):
-    theirs = make_parameters()
-    ours = [nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)])) for p in theirs]
-    for one, other in zip(ours[:3], theirs[:3], strict=True):
-        one.grad = distribute_tensor(other.grad.clone(), mesh, [Shard(0)])
-    optimizer, reference = optim.AdamW(ours), optim.AdamW(theirs, fused=True)
-    moments: list[Any] = []
-    for _ in range(2):
-        step_round = StepRound(optimizer, is_on_host=True)
-        step_round.run(step_round.take_rest())
-        reference.step()
-        moments.append(optimizer.state[ours[0]]["exp_avg"])
-    assert_equal(ours, theirs)
-    assert moments[0] is moments[1]  # written in place
-    for one, other in zip(ours[:3], theirs[:3], strict=True):
-        state = optimizer.state[one]
-        assert not isinstance(state["step"], DTensor)
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert isinstance(state[key], DTensor)
-            assert (state[key].placements, state[key].shape) == (one.placements, one.shape)
-            assert torch.equal(state[key].full_tensor(), reference.state[other][key])

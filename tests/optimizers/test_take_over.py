@@ -1,6 +1,5 @@
 """Optimizers with lean parameters that nobody attached."""
 
-import copy
 import gc
 from weakref import WeakKeyDictionary
 
@@ -25,20 +24,6 @@ def test_they_step_as_in_fp32_from_the_first_step(kind, scheme):
     for seed in range(3):
         take_steps(net, optimizer, seed)
         take_steps(plain, reference, seed)
-    lean.restore()
-    assert_same_weights(net, plain)
-
-
-def test_a_second_optimizer_over_the_same_parameters_takes_its_place():
-    net, plain = make_net(), make_net()
-    lean = LeanParameters(net.parameters(), "bf16+split")
-    first, reference = optim.AdamW(net.parameters()), optim.AdamW(plain.parameters())
-    lean.attach([first])
-    take_steps(net, first, 0)
-    take_steps(plain, reference, 0)
-    second = copy.copy(first)  # with its states
-    take_steps(net, second, 1)
-    take_steps(plain, reference, 1)
     lean.restore()
     assert_same_weights(net, plain)
 
@@ -72,22 +57,6 @@ def test_one_that_cannot_is_refused_and_steps_nothing(kind):
     assert all(torch.equal(before[name], after[name]) for name in before)
     lean.restore()
     take_steps(net, optim.SGD(net.parameters()), 1)
-
-
-def test_others_step_as_ever_while_there_are_lean_parameters_and_after():
-    net, other = make_net(), make_net()
-    lean, second = LeanParameters(net[0].parameters(), "bf16+split"), LeanParameters(net[1].parameters(), "bf16+master")
-    optimizer = optim.LBFGS(other.parameters(), max_iter=1)
-    before = other[0].weight.detach().clone()
-    give_gradients(other, 0)
-    optimizer.step(lambda: torch.tensor(1.0))
-    assert not torch.equal(other[0].weight, before)
-    assert owner_of(optimizer) is None
-    for some, layer in ((second, net[1]), (lean, net[0])):  # each finds its own
-        mine = optim.SGD(layer.parameters())
-        take_steps(layer, mine, 0)
-        assert owner_of(mine) is not None
-        some.restore()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from lightning_vram.memory.tracking.timeline import Category, Phase
+from lightning_vram.memory.tracking.timeline import Phase
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.optimizers.bf16_weights import LeanParameters
 
@@ -37,22 +37,6 @@ def test_bytes_per_parameter_are_those_of_the_table(scheme, monkeypatch):
         assert tracker.timeline.live_bytes == before
     peak_bytes = tracker.timeline.peak_by_phase[Phase.OPTIMIZER_STEP] - before
     assert peak_bytes == TRANSIENT_BYTES[scheme] * WIDTH * WIDTH  # of one layer, not of four
-
-
-def test_the_tracker_counts_what_is_kept_beside_as_the_state_of_the_optimizer():
-    layer = nn.Linear(WIDTH, WIDTH, bias=False)
-    lean = LeanParameters(layer.parameters(), "bf16+master")
-    optimizer = AdamW(layer.parameters())
-    lean.attach([optimizer])
-    layer.weight.grad = torch.ones_like(layer.weight)
-    optimizer.step()
-    with track_memory(layer, optimizers=[optimizer]) as tracker:
-        pass
-    assert tracker.timeline.peak_of(Category.OPTIMIZER_STATE) == (4 + 8) * WIDTH * WIDTH + 4
-    lean.restore()
-    with track_memory(layer, optimizers=[optimizer]) as tracker:
-        pass
-    assert tracker.timeline.peak_of(Category.OPTIMIZER_STATE) == 8 * WIDTH * WIDTH + 4
 
 
 def test_a_checkpoint_needs_no_device_memory_and_no_more_of_the_host_than_it_keeps(monkeypatch):

@@ -44,26 +44,6 @@ def test_hooks_run_once_and_see_the_real_parameters():
     assert seen == ["global before", "before", "after", "global after"]
 
 
-def test_a_closure_runs_once_with_gradients_and_its_loss_is_returned():
-    net, _, optimizer = lean_net("bf16+split")
-    calls = []
-
-    def closure():
-        calls.append(torch.is_grad_enabled())
-        optimizer.zero_grad()
-        loss = net(torch.ones(1, 33, dtype=torch.bfloat16)).square().sum()
-        loss.backward()
-        return loss
-
-    before = net[0].weight.clone()
-    with torch.no_grad():
-        first = optimizer.step(closure)
-    assert calls == [True]
-    assert first.item() > optimizer.step(closure=closure).item() > 0
-    assert not torch.equal(net[0].weight, before)
-    assert optimizer.step(lambda: 3.0) == 3.0
-
-
 def test_schedulers_work_as_ever_and_do_not_warn():
     # Warnings are errors here: "lr_scheduler.step() before optimizer.step()", "step() has been overridden".
     net, plain = make_net(), make_net()

@@ -16,14 +16,10 @@ CASES = [
     (optim.SGD, {}, [], []),
     (optim.SGD, {"momentum": 0.9}, ["momentum_buffer"], []),
     (optim.Adagrad, {}, ["sum"], ["step"]),
-    (optim.Adagrad, {"fused": True}, ["sum"], ["step"]),
     (optim.RMSprop, {"centered": True, "momentum": 0.1}, ["square_avg", "momentum_buffer", "grad_avg"], ["step"]),
     (optim.NAdam, {}, ["exp_avg", "exp_avg_sq"], ["step", "mu_product"]),
-    (optim.RAdam, {}, ["exp_avg", "exp_avg_sq"], ["step"]),
     (optim.ASGD, {}, ["ax"], ["step", "eta", "mu"]),
     (optim.Rprop, {}, ["prev", "step_size"], ["step"]),
-    (optim.Adadelta, {}, ["square_avg", "acc_delta"], ["step"]),
-    (optim.Adamax, {}, ["exp_avg", "exp_inf"], ["step"]),
 ]
 
 

@@ -13,20 +13,21 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.weight.sum()
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.linear = nn.Linear(4, 4)
-        self.conv = nn.Conv1d(4, 4, 3)
-        self.norm = nn.LayerNorm(4)
-        self.attention = nn.MultiheadAttention(4, 2)
-        self.gru = nn.GRU(4, 4)
-        self.scaled = Scaled(4, 4)
-        self.wide = nn.Linear(4, 4).double()
-        self.half = nn.Linear(4, 4).half()
-        self.own = nn.Parameter(torch.ones(4))
-        self.plain = nn.Linear(4, 4, bias=False)
+def make_net() -> nn.ModuleDict:
+    layers = {
+        "embed": nn.Embedding(7, 4),
+        "linear": nn.Linear(4, 4),
+        "conv": nn.Conv1d(4, 4, 3),
+        "norm": nn.LayerNorm(4),
+        "attention": nn.MultiheadAttention(4, 2),
+        "gru": nn.GRU(4, 4),
+        "scaled": Scaled(4, 4),
+        "wide": nn.Linear(4, 4).double(),
+        "half": nn.Linear(4, 4).half(),
+        "own": nn.ParameterList([torch.ones(4)]),
+        "plain": nn.Linear(4, 4, bias=False),
+    }
+    return nn.ModuleDict(layers)
 
 
 def names(net: nn.Module, found: set[nn.Parameter]) -> set[str]:
@@ -34,7 +35,7 @@ def names(net: nn.Module, found: set[nn.Parameter]) -> set[str]:
 
 
 def test_weights_and_biases_of_layers_that_autocast_casts_are_found():
-    net = Net()
+    net = make_net()
     assert names(net, find_autocast_weights(net)) == {
         "linear.weight",
         "linear.bias",
@@ -62,9 +63,5 @@ def test_modules_that_compute_in_float32_are_left_out():
         "2.out_proj.weight",
         "2.out_proj.bias",
     }
-    assert not names(nn.Sequential(net[2]), find_autocast_weights(net[2], [net[2], net[2].out_proj]))
-
-
-def test_the_module_itself_may_be_the_layer():
-    linear = nn.Linear(2, 2)
-    assert find_autocast_weights(linear) == {linear.weight, linear.bias}
+    assert not find_autocast_weights(net[2], [net[2], net[2].out_proj])
+    assert find_autocast_weights(net[0]) == {net[0].weight, net[0].bias}  # the module itself may be the layer

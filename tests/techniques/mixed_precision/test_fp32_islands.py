@@ -101,15 +101,12 @@ def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def is_island(net: Net) -> bool:
-    """By its result, which must be one of the two."""
-    got = train(net)[0]
-    references = [make_net(), make_net(NetByHand)]
-    for reference in references:
-        reference.load_state_dict(net.state_dict())
-    results = [train(reference)[0] for reference in references]
-    assert not torch.equal(*results)
-    (found,) = (index for index, result in enumerate(results) if torch.equal(got, result))
-    return bool(found)
+    """By what its first layer reads: the layer before it returns 16 bit."""
+    dtypes: list[torch.dtype] = []
+    with net.island[0].register_forward_hook(lambda _, args, output: dtypes.append(args[0].dtype)), autocast():
+        net(make_input())
+    (dtype,) = dtypes
+    return dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -214,8 +211,6 @@ def test_a_copy_stays_an_island_of_its_own_and_may_be_made_one_again(make_copy):
     other = make_copy(net)
     handle.remove()
     assert not is_island(net)
-    with torch.no_grad():
-        other.island[0].weight.add_(1.0)  # its own weights count
     assert is_island(other)
     vars(vars(other.island)["_fp32_island"])["device_type"] = "cuda"  # as if it came from there
     again = Float32Islands([other.island], "cpu")  # it goes by the autocast that is meant now
@@ -241,14 +236,6 @@ def test_it_compiles_to_one_graph():
     assert not torch.equal(after[0], before[0])
 
 
-def test_the_compiled_gradients_are_those_of_eager_if_torch_keeps_autocast_out_of_the_backward():
-    net = make_net()
-    Float32Islands([net.island], "cpu")
-    expected = train(net)
-    with torch._functorch.config.patch(backward_pass_autocast="off"):
-        assert_same(train(compile_to_one_graph(net)), expected)
-
-
 class Compiled(nn.Module):
     """A residual block with an island and a low norm inside."""
 
@@ -272,8 +259,8 @@ def test_blocks_that_are_compiled_one_by_one_share_their_graphs():
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), autocast():
         first, second = net(x), net(x)
     assert counter.frame_count <= 2
-    for handle in (islands, norms):
-        handle.remove()
+    islands.remove()
+    norms.remove()
     Float32Islands([block.island for block in net], "cpu")
     keep_norms_low(net, "cpu")
     with autocast():

@@ -51,19 +51,6 @@ def test_clipping_sees_unscaled_gradients_and_the_step_takes_what_it_left():
     assert parameter.tolist() == pytest.approx([-0.5, -1.0], rel=1e-5)
 
 
-def test_what_users_unscale_by_hand_is_not_unscaled_again():
-    parameter = weights(0.0)
-    optimizer = sgd(parameter)
-    scaling = make(optimizer)
-    for gradient, after in ((3.0, -3.0), (INF, -3.0)):
-        optimizer.zero_grad()
-        backward(scaling, parameter, gradient)
-        scaling.scaler.unscale_(optimizer)
-        assert parameter.grad.item() == gradient
-        scaling.step(optimizer)
-        assert parameter.item() == after
-
-
 def test_an_overflow_skips_the_step_and_halves_the_scale():
     parameter, skipped = weights(1.0), []
     optimizer = sgd(parameter)

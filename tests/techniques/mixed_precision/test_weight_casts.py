@@ -194,7 +194,6 @@ def test_recast_keeps_no_cast() -> None:
     assert live_after_forward(model, x) == activations + weights
     WeightCasts(model, "cpu")
     assert live_after_forward(model, x) == activations
-    assert activations < 0.05 * sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_fake_tensors_tell_the_same_bytes() -> None:
@@ -208,25 +207,8 @@ def test_fake_tensors_tell_the_same_bytes() -> None:
         assert measure() == expected
 
 
-@pytest.mark.parametrize("name", ["linear", "repeated", "attention", "conv 2d"])
-def test_a_graph_can_be_used_twice(name: str) -> None:
-    plain, x = make(name)
-    ours = copy.deepcopy(plain)
-    WeightCasts(ours, "cpu")
-    results = []
-    for model in (plain, ours):
-        with bf16():
-            loss = model(x).float().square().sum()
-        parameters = tuple(model.parameters())
-        first = torch.autograd.grad(loss, parameters, retain_graph=True)
-        second = torch.autograd.grad(loss, parameters)
-        assert_same(list(first), list(second))
-        results.append(list(second))
-    assert_same(*results)
-
-
 @pytest.mark.parametrize("name", ["linear", "repeated", "attention", "conv 2d", "adapted"])
-def test_double_backward_has_the_same_bits(name: str) -> None:
+def test_a_second_and_a_double_backward_have_the_same_bits(name: str) -> None:
     plain, x = make(name)
     ours = copy.deepcopy(plain)
     WeightCasts(ours, "cpu")
@@ -234,10 +216,11 @@ def test_double_backward_has_the_same_bits(name: str) -> None:
     for model in (plain, ours):
         with bf16():
             loss = model(x).float().square().sum()
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        slopes = torch.autograd.grad(loss, [x, *parameters], create_graph=True)
+        inputs = [x, *(parameter for parameter in model.parameters() if parameter.requires_grad)]
+        first = torch.autograd.grad(loss, inputs, retain_graph=True)
+        slopes = torch.autograd.grad(loss, inputs, create_graph=True)
         penalty = sum(slope.square().sum() for slope in slopes)
-        results.append([*slopes, *torch.autograd.grad(penalty, [x, *parameters])])
+        results.append([*first, *slopes, *torch.autograd.grad(penalty, inputs)])
     assert_same(*results)
 
 
@@ -320,15 +303,6 @@ def test_stages_go_on_working(stage: str) -> None:
     expected, model = train(net()), net()
     WeightCasts(model, "cpu")
     assert_same(expected, train(model, partial(STAGES[stage], model)))
-
-
-def test_a_stage_inside_recast_still_gets_the_activations() -> None:
-    model, x = linears(64, 64, 64), torch.randn(512, 64, requires_grad=True)
-    WeightCasts(model, "cpu")
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(tuple(t.shape)) or t, lambda t: t), bf16():
-        model(x)
-    assert packed == [(512, 64), (512, 64)]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -531,19 +505,6 @@ def test_skip_leaves_modules_and_what_is_inside_alone() -> None:
     assert changed == [False, False, False, False, True, False]
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_attention_that_keeps_nothing_takes_its_fast_path(requires_grad: bool) -> None:
-    torch.manual_seed(0)
-    plain = nn.MultiheadAttention(8, 2, batch_first=True).requires_grad_(requires_grad).eval()
-    ours, x = copy.deepcopy(plain), torch.randn(2, 3, 8)
-    WeightCasts(ours, "cpu")
-    with bf16(), torch.set_grad_enabled(not requires_grad):
-        assert torch.equal(plain(x, x, x)[0], ours(x, x, x)[0])
-        with torch.profiler.profile(acc_events=True) as profile:
-            ours(x, x, x)
-    assert any("_native_multi_head_attention" in event.key for event in profile.key_averages())
-
-
 def test_compiled_code_is_one_plain_graph() -> None:
     def operators(model: nn.Module) -> list[str]:
         graphs: list[torch.fx.GraphModule] = []
@@ -596,7 +557,7 @@ def test_a_model_is_not_changed_twice() -> None:
 
 
 class Several(nn.Module):
-    """A body that runs in a selective checkpoint, again, before it or behind it."""
+    """A body that runs in a selective checkpoint, and again in or behind it."""
 
     def __init__(self, order: str, saved: Collection[object]) -> None:
         super().__init__()
@@ -616,18 +577,13 @@ class Several(nn.Module):
         x = self.first(x).float()
         if self.order == "twice":
             return self.checkpointed(x) + self.checkpointed(2 * x)
-        if self.order == "plain after":
-            return self.body(self.checkpointed(x).float())
-        before = self.body(x)
-        output = self.checkpointed(x)
-        del before  # with the casts that the first run could have found
-        return output
+        return self.body(self.checkpointed(x).float())
 
 
 CASTS, PRODUCTS = torch.ops.aten._to_copy.default, torch.ops.aten.addmm.default
 
 
-@pytest.mark.parametrize("order", ["twice", "plain after", "plain before"])
+@pytest.mark.parametrize("order", ["twice", "plain after"])
 @pytest.mark.parametrize(
     "saved",
     [{CASTS}, {CASTS, PRODUCTS}, ["aten._to_copy"], "matmuls"],
