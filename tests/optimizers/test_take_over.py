@@ -1,17 +1,11 @@
 """Optimizers with lean parameters that nobody attached."""
 
-import gc
-from weakref import WeakKeyDictionary
-
 import pytest
 import torch
-from support.lean_nets import EXACT, assert_same_weights, give_gradients, lean_net, make_net, take_steps
+from support.lean_nets import EXACT, assert_same_weights, give_gradients, make_net, take_steps
 from torch import optim
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from lightning_vram.optimizers import step_round
 from lightning_vram.optimizers.bf16_weights import LeanParameters
-from lightning_vram.optimizers.step_round import owner_of
 
 
 @pytest.mark.parametrize("scheme", EXACT)
@@ -57,30 +51,3 @@ def test_one_that_cannot_is_refused_and_steps_nothing(kind):
     assert all(torch.equal(before[name], after[name]) for name in before)
     lean.restore()
     take_steps(net, optim.SGD(net.parameters()), 1)
-
-
-@pytest.fixture
-def living(monkeypatch):
-    """Owners of this test alone."""
-    found, hooks = WeakKeyDictionary(), []
-    monkeypatch.setattr(step_round, "_living", found)
-    monkeypatch.setattr(step_round, "_hooks", hooks)
-    yield found
-    for hook in hooks:
-        hook.remove()
-
-
-def test_their_hook_of_all_steps_goes_with_the_last(living):
-    before = len(_global_optimizer_pre_hooks)
-    net, lean, optimizer = lean_net("bf16+split")
-    twins = lean_net("bf16+split")[:2]
-    assert (len(living), len(_global_optimizer_pre_hooks)) == (2, before + 1)
-    own = optim.SGD(twins[0].parameters())
-    take_steps(twins[0], own, 0)
-    assert owner_of(own) is not None
-    del twins, own
-    gc.collect()
-    assert (len(living), len(_global_optimizer_pre_hooks)) == (1, before + 1)
-    lean.restore()
-    assert (len(living), len(_global_optimizer_pre_hooks)) == (0, before)
-    take_steps(net, optimizer, 0)

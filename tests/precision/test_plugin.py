@@ -18,7 +18,6 @@ from support.helpers import (
     LitTiny,
     TinyCNN,
     TinyGPT,
-    assert_equal_weights,
     describe_module,
     fail_in,
 )
@@ -84,70 +83,53 @@ def test_bf16_results_are_those_of_lightning_in_manual_optimization_and_configur
     same_as_baseline(make, plugins=[plugin], baseline={"plugins": [BackwardWithoutAutocast("bf16-mixed", "cpu")]})
 
 
-class Watched(LitApart):
-    """Notes whether autocast is on, where it matters."""
-
-    takes_closure = False
-
+class Closures(LitApart):
     def training_step(self, batch, batch_idx):
         for optimizer in self.optimizers():
+            optimizer.step(closure=lambda optimizer=optimizer: self.backward_of(batch, optimizer))
 
-            def closure(optimizer=optimizer):
-                self.note("forward")
-                optimizer.zero_grad()
-                loss = self.loss(batch)
-                loss.register_hook(lambda gradient: self.note("backward"))
-                self.manual_backward(loss)
-
-            if self.takes_closure:
-                optimizer.step(closure=closure)
-            else:
-                closure()
-                optimizer.step()
-
-    def note(self, place):
-        self.seen = {**getattr(self, "seen", {}), place: torch.is_autocast_enabled("cpu")}
-
-    def configure_optimizers(self):
-        optimizers = super().configure_optimizers()
-        for optimizer in optimizers:
-            optimizer.register_step_pre_hook(lambda *_: self.note("step"))
-        return optimizers
+    def backward_of(self, batch, optimizer):
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
 
 
-class WatchedClosure(Watched):
-    takes_closure = True
+def watched(kind, seen):
+    """Note whether autocast is on in the forward, the backward and the step."""
 
+    def note(place):
+        seen[place] = torch.is_autocast_enabled("cpu")
 
-class WatchedAutomatic(Watched):
-    def __init__(self, net):
-        LitTiny.__init__(self, net)
+    class Watched(kind):
+        def loss(self, batch):
+            note("forward")
+            loss = super().loss(batch)
+            loss.register_hook(lambda gradient: note("backward"))
+            return loss
 
-    def training_step(self, batch, batch_idx):
-        self.note("forward")
-        loss = self.loss(batch)
-        loss.register_hook(lambda gradient: self.note("backward"))
-        return loss
+        def configure_optimizers(self):
+            optimizers = super().configure_optimizers()
+            for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+                optimizer.register_step_pre_hook(lambda *_: note("step"))
+            return optimizers
 
-    def configure_optimizers(self):
-        return super().configure_optimizers()[1]
+    return Watched(TinyCNN())
 
 
 @pytest.mark.parametrize(
-    ("precision", "module"),
-    [("bf16", WatchedAutomatic), ("fp16", WatchedAutomatic), ("bf16", WatchedClosure), ("fp16", Watched)],
+    ("precision", "kind"), [("bf16", LitTiny), ("fp16", LitTiny), ("bf16", Closures), ("fp16", LitApart)]
 )
-def test_autocast_ends_with_the_forward(precision, module, fit):
-    model = fit(lambda: module(TinyCNN()), plugins=[LeanMixedPrecision(precision)])
-    assert model.seen == {"forward": True, "backward": False, "step": False}
+def test_autocast_ends_with_the_forward(precision, kind, fit):
+    seen = {}
+    fit(lambda: watched(kind, seen), plugins=[LeanMixedPrecision(precision)])
+    assert seen == {"forward": True, "backward": False, "step": False}
 
 
 def note(model, *names):
-    """Note dtypes of what the named modules read and return."""
+    """Note dtypes of the weight and the output of named modules."""
     seen = {}
     for name in names:
         model.net.get_submodule(name).register_forward_hook(
-            lambda module, inputs, output, name=name: seen.update({name: (inputs[0].dtype, output.dtype)})
+            lambda module, inputs, output, name=name: seen.update({name: (module.weight.dtype, output.dtype)})
         )
     return seen
 
@@ -160,7 +142,8 @@ def test_named_modules_run_in_fp32_in_training_and_evaluation(make_trainer):
     full, low = torch.float32, torch.bfloat16
     seen = note(model, *names)
     trainer.fit(model)
-    assert seen == {names[0]: (full, full), names[1]: (low, low), names[2]: (full, full)}
+    # no 16-bit tensor within the island
+    assert seen == {names[0]: (full, full), names[1]: (low, low), names[2]: (full, low)}
     trainer.limit_val_batches = 1.0
     seen.clear()
     trainer.validate(model, verbose=False)  # transformer layers have a fast path there
@@ -277,9 +260,9 @@ class StepsBetweenBackwards(LitApart):
         first, second = self.optimizers()
         loss = self.loss(batch).exp()
         self.manual_backward(loss, retain_graph=True)
-        second.step()
-        self.manual_backward(loss)
         first.step()
+        self.manual_backward(loss)
+        second.step()
 
 
 class PastThePlugin(LitManual):
@@ -322,19 +305,15 @@ def test_the_trainer_can_be_pickled_within_the_fit(plugin, fit):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # dynamo's
-@pytest.mark.parametrize("part", ["whole", "layer"])
-def test_results_are_those_of_lightning_when_compiled(part, make_trainer):
-    fitted = []
-    for plugin in (MixedPrecision("bf16-mixed", "cpu"), LeanMixedPrecision("bf16", recast_in_backward=True)):
+def test_results_are_those_of_lightning_when_compiled(same_as_baseline):
+    def make():
         torch._dynamo.reset()
-        pl.seed_everything(0, verbose=False)
         model = lit_cnn()
-        if part == "layer":
-            model.net.compile(backend="aot_eager")
-        compiled = torch.compile(model, backend="aot_eager") if part == "whole" else model
-        make_trainer(plugins=[plugin], max_epochs=1, limit_val_batches=0).fit(compiled)
-        fitted.append(model)
-    assert_equal_weights(*fitted)
+        model.net.compile(backend="aot_eager")
+        return model
+
+    plugin = LeanMixedPrecision("bf16", recast_in_backward=True)
+    same_as_baseline(make, plugins=[plugin], baseline=lightnings("bf16-mixed"))
 
 
 # --- refusals ---

@@ -8,7 +8,6 @@ from support.helpers import LitTiny, TinyCNN, TinyGPT
 
 from lightning_vram import LeanMixedPrecision
 from lightning_vram.demos import ByteGPT
-from lightning_vram.techniques.mixed_precision.module_precision import keep_norms_low
 from lightning_vram.techniques.mixed_precision.weight_casts import WeightCasts
 
 pytestmark = pytest.mark.device
@@ -70,10 +69,3 @@ def test_recasting_keeps_no_copies_of_weights():
     plain, num_weights = requested_after_forward(lambda model: None)
     saving, _ = requested_after_forward(lambda model: WeightCasts(model, DEVICE))
     assert plain - saving == pytest.approx(2 * num_weights, rel=0.02)  # biases are cast as well
-
-
-def test_low_precision_norms_save_four_bytes_per_block_and_element():
-    plain, _ = requested_after_forward(lambda model: None)
-    saving, _ = requested_after_forward(lambda model: keep_norms_low(model, DEVICE))
-    num_elements = 4 * 256 * 256
-    assert plain - saving >= 4 * 4 * num_elements  # four blocks, and the last norm

@@ -51,15 +51,6 @@ def at_different_rates(module, optimizers, losses, batch_idx):
         optimizers[1].zero_grad()
 
 
-def toggled(module, optimizers, losses, batch_idx):
-    for optimizer, loss in zip(optimizers, losses, strict=True):
-        module.toggle_optimizer(optimizer)
-        optimizer.zero_grad()
-        module.manual_backward(loss)
-        optimizer.step()
-        module.untoggle_optimizer(optimizer)
-
-
 def with_closures(module, optimizers, losses, batch_idx):
     for optimizer, loss in zip(optimizers, losses, strict=True):
 
@@ -85,7 +76,7 @@ def growing():
 
 
 @pytest.mark.parametrize("overflows", [(), (0, 2, 3)], ids=["grows", "shrinks"])
-@pytest.mark.parametrize("steps", [at_different_rates, toggled, with_closures, clipped_between])
+@pytest.mark.parametrize("steps", [at_different_rates, with_closures, clipped_between])
 def test_weights_are_those_of_float32_while_the_scale_moves(steps, overflows, fit):
     plugin = growing()
     model = fit(lambda: Two(steps, overflows), plugins=[plugin])

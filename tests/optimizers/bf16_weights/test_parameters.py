@@ -234,25 +234,6 @@ def test_chunks_draw_different_numbers():
     assert all(set(twin.tolist()) == {1.0, 1.0 - 2**-8} for twin in twins)
 
 
-@pytest.mark.parametrize("scheme", EXACT)
-def test_a_step_that_fails_half_way_leaves_what_one_in_fp32_does(scheme):
-    net, plain = make_net(), make_net()
-    lean = LeanParameters(net.parameters(), scheme)
-    optimizers = []
-    for some in (net, plain):
-        groups = [{"params": some[0].parameters()}, {"params": some[1].parameters()}]
-        optimizers.append(optim.SGD(groups, lr=0.1, momentum=0.9))
-    lean.attach(optimizers[:1])
-    for some, optimizer in zip((net, plain), optimizers, strict=True):
-        take_steps(some, optimizer, 0)
-        optimizer.param_groups[1]["lr"] = "x"
-        with pytest.raises(TypeError):
-            take_steps(some, optimizer, 1)
-    full = lean.full_state(net.state_dict())
-    assert all(torch.equal(full[name], value) for name, value in plain.state_dict().items())
-    assert not torch.equal(full["0.weight"], make_net()[0].weight)
-
-
 def test_parameters_that_share_memory_are_refused_and_those_side_by_side_are_not():
     memory = torch.zeros(12)
     tied = [nn.Parameter(memory[:6].view(2, 3)), nn.Parameter(memory[4:8])]

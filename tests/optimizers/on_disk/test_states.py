@@ -190,36 +190,6 @@ def test_states_without_room_are_refused(tmp_path, monkeypatch, left, found) -> 
     assert not streamed.optimizer.state[streamed.parameters[0]]
 
 
-def anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-
-
-def test_memory_is_the_ring_and_nothing_else(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(on_disk, "CHUNK_ELEMENTS", 2**16)
-    monkeypatch.setattr(on_disk, "NUM_BUFFERS", 3)
-    streamed = Streamed(tmp_path, optim.AdamW(make_parameters([2**22, 2**22])))
-    give_gradients(streamed.parameters, 0)
-    disk, plain = streamed.states, on_disk.step_parts
-    assert disk._file.num_bytes == 64 * MIB
-    before, seen = anonymous_bytes(), []
-
-    def step(step_round: StepRound, parts: Sequence[Part]) -> None:
-        plain(step_round, parts)
-        seen.append(anonymous_bytes())
-
-    monkeypatch.setattr(on_disk, "step_parts", step)
-    for _ in range(3):
-        streamed.step()
-    assert 1.5 * MIB <= sum(one.nbytes for one in disk._buffers) <= 1.6 * MIB
-    assert max(seen) - before <= 6 * MIB  # threads and Python take some
-    states = streamed.optimizer.state.values()
-    assert all(
-        float(state[key].sum()) for state in states for key in ("exp_avg", "exp_avg_sq")
-    )  # as a checkpoint reads
-    assert anonymous_bytes() - before <= 6 * MIB
-
-
 def test_the_file_has_no_name_and_what_lies_in_it_stays_as_long_as_a_view(tmp_path) -> None:
     streamed, reference = make_pair(tmp_path, "AdamW")
     step_both(streamed, reference, [0])

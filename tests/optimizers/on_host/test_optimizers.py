@@ -279,25 +279,6 @@ def test_an_error_of_a_step_reaches_whoever_comes_next(mesh, monkeypatch):
 # --- steps in the backward ---
 
 
-@pytest.mark.parametrize("mode", ["params", "optimizer apart"])
-def test_early_steps_begin_with_the_last_layers_and_before_the_backward_is_over(mesh, mode):
-    begun = []
-    with both(mode, is_early=True) as (host, ours, theirs):
-        names = {id(shard): name for name, shard in ours[0].named_parameters()}
-        submit = host._submit
-
-        def note(step_round: Any, group: Any, parameters: Any) -> None:
-            parameters = list(parameters)
-            if threading.current_thread() is not threading.main_thread():
-                begun.append(names[id(parameters[0])].rpartition(".")[0])
-            submit(step_round, group, parameters)
-
-        host._submit = note
-        step_by_closure(*ours, 0)
-        step_by_closure(*theirs, 0)
-    assert begun == ["head", "blocks.2.up", "blocks.1.up", "norm", "blocks.0.up"]
-
-
 class Twice(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.blocks[0](x))
@@ -309,19 +290,6 @@ def test_a_layer_that_is_called_twice_is_stepped_with_both_gradients(mesh, mode)
         for seed in range(3):
             for pair in pairs:
                 step_by_closure(*pair, seed)
-
-
-def test_without_a_closure_or_with_a_hook_that_looks_at_gradients_no_step_is_early(mesh):
-    seen = []
-    with both(is_early=True) as (host, (net, optimizer), theirs):
-        host._sharding.on_landed = lambda group: seen.append(host._early is not None)
-        take_step(net, optimizer)
-        optimizer.register_step_pre_hook(lambda *args: None)
-        step_by_closure(net, optimizer, 1)
-        for seed in range(2):
-            take_step(*theirs, seed)
-    assert seen
-    assert not any(seen)
 
 
 @pytest.mark.skipif(not can_recover(), reason="needs torch 2.13")

@@ -251,22 +251,15 @@ def test_blocks_that_are_compiled_one_by_one_share_their_graphs():
     torch._dynamo.reset()
     counter = CompileCounter()
     net = nn.Sequential(*(Compiled() for _ in range(4)))
-    islands = Float32Islands([block.island for block in net], "cpu")
-    norms = keep_norms_low(net, "cpu")
     for block in net:
         block.compile(backend=counter, fullgraph=True)
-    x = make_input()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), autocast():
-        first, second = net(x), net(x)
+    for _ in range(2):  # a second fit takes those of the first
+        handles = Float32Islands([block.island for block in net], "cpu"), keep_norms_low(net, "cpu")
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True), autocast():
+            net(make_input())
+        for handle in handles:
+            handle.remove()
     assert counter.frame_count <= 2
-    islands.remove()
-    norms.remove()
-    Float32Islands([block.island for block in net], "cpu")
-    keep_norms_low(net, "cpu")
-    with autocast():
-        assert torch.equal(net(x), first)
-    assert torch.equal(second, first)
-    assert counter.frame_count <= 2  # a second fit takes those of the first
 
 
 class WithHead(nn.Module):

@@ -39,52 +39,52 @@ def scale_of(scaling):
     return scaling.scaler.get_scale()
 
 
-def test_clipping_sees_unscaled_gradients_and_the_step_takes_what_it_left():
-    parameter = weights(1.0, 1.0)
+SCRIPTS = {
+    "an overflow skips the step": (
+        [INF, "step", "update", "update", "zero", 0.25, "step", "update"],
+        -0.25,
+        1 / 2,
+        [1, 0],
+    ),
+    "no step is taken with what overflowed": (
+        [INF, "unscale", "update", "zero", INF, "unscale", "update", "zero", 1.0, "unscale", "step", "update"],
+        -1,
+        1 / 4,
+        [0],
+    ),
+    "clipping sees unscaled gradients": ([3.0, "unscale", "unscale", "clip", "step"], -2, 1, []),
+    "clipping between the backwards of a step": ([1.0, "unscale", "clip", 0.5, "unscale", "clip", "step"], -1.5, 1, []),
+    "clipping hid an overflow": (
+        [INF, "unscale", "clip", 1.0, "step", "zero", 1.0, "step", "update"],
+        -1,
+        1 / 2,
+        [1, 0],
+    ),
+    "gradients that overflowed are thrown away": ([INF, "unscale", "zero", 1.0, "step"], -1, 1, []),
+}
+
+
+@pytest.mark.parametrize(("script", "weight", "scale", "skipped"), SCRIPTS.values(), ids=SCRIPTS)
+def test_of_one_optimizer(script, weight, scale, skipped):
+    """Numbers are gradients of a backward; clipping is to 2."""
+    parameter, seen = weights(0.0), []
     optimizer = sgd(parameter)
-    scaling = make(optimizer)
-    backward(scaling, parameter, torch.tensor([3.0, 4.0]))
-    scaling.unscale(optimizer)
-    scaling.unscale(optimizer)
-    assert nn.utils.clip_grad_norm_([parameter], 2.5).item() == 5
-    scaling.step(optimizer)
-    assert parameter.tolist() == pytest.approx([-0.5, -1.0], rel=1e-5)
-
-
-def test_an_overflow_skips_the_step_and_halves_the_scale():
-    parameter, skipped = weights(1.0), []
-    optimizer = sgd(parameter)
-    scaling = make(optimizer, on_update=skipped.append)
-    backward(scaling, parameter, INF)
-    assert scaling.step(optimizer) is None
-    assert parameter.item() == 1
-    assert scaling.num_overflowed == 1
-    scaling.update()
-    scaling.update()  # of no step
-    assert scaling.num_overflowed == 0
-    assert scale_of(scaling) == SCALE / 2
-    optimizer.zero_grad()
-    backward(scaling, parameter, 0.25)
-    scaling.step(optimizer)
-    scaling.update()
-    assert parameter.item() == 0.75
-    assert skipped == [1, 0]
-
-
-def test_the_scale_falls_where_the_user_takes_no_step_with_gradients_that_overflowed():
-    parameter, skipped = weights(0.0), []
-    optimizer = sgd(parameter)
-    scaling = make(optimizer, on_update=skipped.append)
-    for gradient in (INF, INF, 1.0):
-        optimizer.zero_grad()
-        backward(scaling, parameter, gradient)
-        scaling.unscale(optimizer)
-        if parameter.grad.isfinite():
-            scaling.step(optimizer)
-        scaling.update()
-    assert parameter.item() == -1
-    assert scale_of(scaling) == SCALE / 4
-    assert skipped == [0]
+    scaling = make(optimizer, on_update=seen.append)
+    calls = {
+        "step": lambda: scaling.step(optimizer),
+        "update": scaling.update,
+        "zero": optimizer.zero_grad,
+        "unscale": lambda: scaling.unscale(optimizer),
+        "clip": lambda: nn.utils.clip_grad_value_([parameter], 2.0),
+    }
+    for one in script:
+        if isinstance(one, str):
+            calls[one]()
+        else:
+            backward(scaling, parameter, one)
+    assert parameter.item() == weight
+    assert scale_of(scaling) == SCALE * scale
+    assert seen == skipped
 
 
 def test_a_run_begins_anew_after_one_that_was_interrupted():
@@ -130,48 +130,6 @@ def test_sparse_gradients_are_unscaled_and_follow_the_scale():
     scaling.update()
     scaling.step(optimizer)
     assert embedding.weight.tolist() == [[0, 0], [-2, -2], [0, 0], [-1, -1]]
-
-
-def test_gradients_may_be_clipped_between_the_backwards_of_one_step():
-    parameter = weights(0.0)
-    optimizer = sgd(parameter)
-    scaling = make(optimizer)
-    for _ in range(2):
-        backward(scaling, parameter, 3.0)
-        scaling.unscale(optimizer)
-        nn.utils.clip_grad_value_([parameter], 2.0)
-        assert parameter.grad.item() == 2
-    scaling.step(optimizer)
-    assert parameter.item() == -2
-
-
-def test_an_overflow_that_clipping_hid_still_skips_the_step_after_another_backward():
-    one, two = weights(0.0), weights(0.0)
-    first, second = sgd(one), sgd(two)
-    scaling = make(first, second)
-    for parameter, optimizer, gradient in ((one, first, INF), (two, second, 1.0)):
-        backward(scaling, parameter, gradient)
-        scaling.unscale(optimizer)
-        nn.utils.clip_grad_value_([parameter], 2.0)
-    for optimizer in (first, second):
-        scaling.step(optimizer)
-    assert (one.item(), two.item()) == (0, -1)
-    first.zero_grad()
-    backward(scaling, one, 1.0)
-    scaling.step(first)
-    assert one.item() == -1
-
-
-def test_an_overflow_in_gradients_that_were_thrown_away_skips_nothing():
-    parameter = weights(0.0)
-    optimizer = sgd(parameter)
-    scaling = make(optimizer)
-    backward(scaling, parameter, INF)
-    scaling.unscale(optimizer)
-    optimizer.zero_grad()
-    backward(scaling, parameter, 1.0)
-    scaling.step(optimizer)
-    assert parameter.item() == -1
 
 
 def test_gradients_that_wait_are_unscaled_when_scaling_stops_and_dropped_where_they_overflowed():
