@@ -22,22 +22,6 @@ def test_they_step_as_in_fp32_from_the_first_step(kind, scheme):
     assert_same_weights(net, plain)
 
 
-def test_one_for_each_parameter_may_step_within_the_backward():
-    net, plain = make_net(), make_net()
-    lean = LeanParameters(net.parameters(), "bf16+split")
-    for some in (net, plain):
-        optimizers = {parameter: optim.SGD([parameter], lr=0.1) for parameter in some.parameters()}
-        for parameter, optimizer in optimizers.items():
-            parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
-    generator = torch.Generator().manual_seed(0)
-    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
-        gradient = torch.randn(one.shape, generator=generator).bfloat16()
-        (one * gradient).sum().backward()
-        (other * gradient).sum().backward()
-    lean.restore()
-    assert_same_weights(net, plain)
-
-
 @pytest.mark.parametrize("kind", [optim.LBFGS, optim.SparseAdam])
 def test_one_that_cannot_is_refused_and_steps_nothing(kind):
     net = make_net()

@@ -36,14 +36,6 @@ def test_a_fused_optimizer_is_clipped_and_skips_overflows(fit):
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("parameters", ["bf16+master", "bf16+split", "bf16+kahan", "bf16+stochastic"])
-def test_lean_parameters_train(parameters, fit):
-    plugin = LeanMixedPrecision("bf16", parameters=parameters, low_precision_norms=True)
-    model = fit(lambda: Fused(TinyGPT()), plugins=[plugin], max_epochs=2, **ON_DEVICE)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
 def test_auto_is_bf16_where_the_hardware_has_it(fit):
     plugin = LeanMixedPrecision("auto")
     fit(lambda: LitTiny(TinyGPT()), plugins=[plugin], **ON_DEVICE)

@@ -2,7 +2,6 @@
 
 import re
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import nn, optim
 from torch.optim.lr_scheduler import OneCycleLR, SequentialLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lightning_vram.optimizers.bf16_weights import SCHEMES, LeanParameters
+from lightning_vram.optimizers.bf16_weights import LeanParameters
 
 
 @pytest.fixture(autouse=True)
@@ -106,38 +105,6 @@ def test_parameters_without_gradients_are_passed_over():
     assert len(optimizer.state) == 2
     lean.restore()
     assert_same_weights(net, plain)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # PyTorch's Adagrad
-@pytest.mark.parametrize("kind", [partial(optim.SGD, momentum=0.9), optim.Adagrad])
-def test_sparse_gradients_step_as_in_fp32(kind):
-    tables = [nn.Embedding(5, 3, sparse=True) for _ in range(2)]
-    tables[1].load_state_dict(tables[0].state_dict())
-    lean = LeanParameters(tables[0].parameters(), "bf16+split")
-    optimizers = [kind(table.parameters(), lr=0.1) for table in tables]
-    lean.attach(optimizers[:1])
-    for table, optimizer in zip(tables, optimizers, strict=True):
-        for _ in range(3):
-            optimizer.zero_grad()
-            table(torch.tensor([1, 3, 3])).sum().backward()
-            assert table.weight.grad.is_sparse
-            optimizer.step()
-    lean.restore()
-    assert_same_weights(*tables)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_fused_step_that_overflowed_changes_nothing(scheme):
-    net, lean, optimizer = lean_net(scheme, lambda parameters: optim.AdamW(parameters, lr=0.1, fused=True))
-    take_steps(net, optimizer, 0)
-    before, states = lean.full_state(net.state_dict()), optimizer.state_dict()["state"]
-    states = {index: {key: value.clone() for key, value in state.items()} for index, state in states.items()}
-    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(1.0)  # as torch.amp.GradScaler does
-    take_steps(net, optimizer, 1)
-    after = lean.full_state(net.state_dict())
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    for index, state in optimizer.state_dict()["state"].items():
-        assert all(torch.equal(state[key], states[index][key]) for key in state)
 
 
 def test_after_restoring_nothing_is_left():

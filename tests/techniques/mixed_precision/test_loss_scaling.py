@@ -121,17 +121,6 @@ def test_fused_optimizers_step_as_without_scaling_and_stay_as_they_are_when_skip
         assert value is None or torch.equal(torch.as_tensor(state[0][name]), torch.as_tensor(value))
 
 
-def test_sparse_gradients_are_unscaled_and_follow_the_scale():
-    embedding, other = nn.Embedding.from_pretrained(torch.zeros(4, 2), freeze=False, sparse=True), weights(1.0)
-    optimizer, moving = sgd(*embedding.parameters()), sgd(other)
-    scaling = make(optimizer, moving, interval=1)
-    scaling.scale(embedding(torch.tensor([1, 1, 3])).sum() + other.sum()).backward()
-    scaling.step(moving)
-    scaling.update()
-    scaling.step(optimizer)
-    assert embedding.weight.tolist() == [[0, 0], [-2, -2], [0, 0], [-1, -1]]
-
-
 def test_gradients_that_wait_are_unscaled_when_scaling_stops_and_dropped_where_they_overflowed():
     ours = [weights(0.0), weights(0.0)]
     scaling = make(*map(sgd, ours))
