@@ -165,17 +165,6 @@ def test_a_run_goes_on_from_its_checkpoint(first, second, fit, tmp_path):
     assert resumed.seen == unbroken.seen[1:]
 
 
-def test_a_checkpoint_is_that_of_a_plain_run(fit, tmp_path):
-    files = []
-    for one in ("bf16+split", None):
-        fit(one, make=Saving)
-        files.append(torch.load(tmp_path / "first.ckpt"))
-    ours, plain = files
-    for key in ("state_dict", "current_model_state", "averaging_state"):
-        assert list(ours[key]) == list(plain[key])
-        assert all(torch.equal(ours[key][name], plain[key][name]) for name in plain[key])
-
-
 class Replica(Net):
     """Leaves in a file what a rank has at the end."""
 

@@ -362,11 +362,6 @@ def test_patterns_that_match_nothing_are_refused(make_trainer):
     assert describe_module(model) == before
 
 
-def test_norms_that_are_not_there_are_refused(fit):
-    with pytest.raises(ValueError, match="low_precision_norms=True finds no LayerNorm or RMSNorm in LitTiny"):
-        fit(lit_cnn, plugins=[LeanMixedPrecision("bf16", low_precision_norms=True)])
-
-
 def test_auto_with_lean_parameters_is_refused_where_there_is_no_bf16(fit, monkeypatch):
     monkeypatch.setattr("lightning_vram.precision.plugin.has_native_bf16", lambda device_type: False)
     with pytest.raises(ValueError, match="needs precision='bf16', got 'fp16'"):

@@ -160,3 +160,30 @@ def test_a_fused_step_of_weights_in_another_order_is_that_of_fp32(scheme):
             weight.grad = torch.empty_like(weight).copy_(gradient)
             optimizer.step()
     assert torch.equal(*weights)
+
+
+# --- of optimizers that nobody attached ---
+
+
+@pytest.mark.parametrize("scheme", EXACT)
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adagrad])  # Adagrad has states before the first step
+def test_they_step_as_in_fp32_from_the_first_step(kind, scheme):
+    net, plain = make_net(), make_net()
+    lean = LeanParameters(net.parameters(), scheme)
+    for some in (net, plain):
+        take_steps(some, kind([p for p in some.parameters() if p.dim() == 2], lr=0.01), 0, 1, 2)
+    lean.restore()
+    assert_same_weights(net, plain)
+
+
+@pytest.mark.parametrize("kind", [optim.LBFGS, optim.SparseAdam])
+def test_one_that_cannot_is_refused_and_steps_nothing(kind):
+    net = make_net()
+    lean = LeanParameters(net.parameters(), "bf16+split")
+    optimizer = kind(list(net.parameters()))
+    before = lean.full_state(net.state_dict())
+    give_gradients(net, 0)
+    with pytest.raises(ValueError, match=f"^bfloat16 parameters cannot be stepped by {kind.__name__}: use one of"):
+        optimizer.step(lambda: 0.0)
+    after = lean.full_state(net.state_dict())
+    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -177,26 +177,6 @@ def test_it_counts_in_a_step_that_begins_in_the_backward(mesh, tmp_path, place, 
     assert is_seen(ours, edit, is_exact=place in EXACT)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_gradients_and_moments_may_lie_in_another_order(mesh, tmp_path, place):
-    def turned(tensor: Tensor) -> Tensor:
-        return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
-
-    def train_with(lay: Callable[[Tensor], Tensor]) -> Tensor:
-        def write(optimizer: Optimizer, held: dict[str, Any]) -> None:
-            for parameter, state in optimizer.state.items():
-                state["exp_avg"] = lay(torch.linspace(0.1, 1, parameter.numel()).view(parameter.shape))
-            optimizer.register_step_pre_hook(lay_gradients)
-
-        def lay_gradients(optimizer: Optimizer, *unused: Any) -> None:
-            for parameter in optimizer.state:
-                parameter.grad = parameter.grad.from_local(lay(parameter.grad.to_local()), parameter.grad.device_mesh)
-
-        return train_hosted(place, tmp_path, write)
-
-    assert torch.equal(train_with(turned), train_with(lambda tensor: tensor))
-
-
 @pytest.mark.parametrize(
     ("place", "value", "found"),
     [(place, torch.zeros(3), r"shape \[3\]") for place in ("memory", "disk", "8bit")]

@@ -182,25 +182,18 @@ def test_any_program_that_zeroes_gradients_after_a_step_trains_as_without_scalin
         assert gradient is None or torch.equal(gradient, expected_gradient)
 
 
-def found_here_and(elsewhere, seen):
-    def over_ranks(found_inf):
-        seen.append((found_inf.item(), found_inf.dtype, found_inf.shape))
-        return found_inf + elsewhere
-
-    return over_ranks
-
-
 @pytest.mark.parametrize("gradient", [1.0, INF, None], ids=["finite", "inf", "none"])
 @pytest.mark.parametrize("elsewhere", [0.0, 1.0])
 def test_the_ranks_agree_also_where_one_has_no_gradient(gradient, elsewhere):
     parameter, other, seen = weights(1.0), weights(1.0), []
     optimizer = sgd(parameter)
-    scaling = make(optimizer, interval=1, over_ranks=found_here_and(elsewhere, seen))
+    scaling = make(optimizer, interval=1, over_ranks=lambda found_inf: seen.append(found_inf) or found_inf + elsewhere)
     backward(scaling, other if gradient is None else parameter, gradient or 1.0)
     scaling.step(optimizer)
     overflowed = elsewhere > 0 or gradient == INF
     assert scaling.num_overflowed == overflowed
-    assert seen == [(float(gradient == INF), torch.float32, ())]
+    (found_inf,) = seen
+    assert (found_inf.item(), found_inf.dtype, found_inf.shape) == (gradient == INF, torch.float32, ())
     assert parameter.item() == (1 if overflowed or gradient is None else 0)
     scaling.update()
     assert scale_of(scaling) == (SCALE / 2 if overflowed else SCALE * 2)
