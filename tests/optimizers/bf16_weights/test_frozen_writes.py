@@ -57,19 +57,6 @@ def test_a_parameter_without_a_name_is_named_by_its_shape():
             average(net)
 
 
-def test_averages_at_every_other_step_or_of_several_optimizers_are_refused_too():
-    net, lean, optimizer = student_and_teacher("bf16+split")
-    other = optim.SGD(net["student"].parameters(), lr=0.01)
-    lean.attach([other])
-    for seed in range(5):
-        take_steps(net, optimizer, seed)
-        take_steps(net, other, seed)
-        if seed % 2 == 0:
-            average(net)
-    with refusal("teacher.0.weight"):
-        take_steps(net, optimizer, 5)
-
-
 def test_loading_and_copying_once_in_a_while_is_allowed():
     net, lean, optimizer = student_and_teacher("bf16+split")
     state = copy.deepcopy(net["teacher"].state_dict())

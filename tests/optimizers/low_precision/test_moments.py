@@ -18,7 +18,7 @@ import lightning_vram
 from lightning_vram import track_memory
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.optimizers.low_precision import LowPrecisionMoments
-from lightning_vram.optimizers.moment_forms import FORMS, KINDS, is_low_precision
+from lightning_vram.optimizers.moment_forms import FORMS, KINDS, UpdateCheck, is_low_precision
 from lightning_vram.private_names.fsdp2 import local_shard
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -190,3 +190,22 @@ def test_parameters_of_other_kinds_have_the_moments_that_torch_gives_them(option
         for key, value in optimizers[1].state[theirs].items():
             assert torch.equal(optimizers[0].state[ours][key], value)
             assert optimizers[0].state[ours][key].dtype == value.dtype
+
+
+def test_what_is_below_half_a_distance_is_counted_as_lost() -> None:
+    weights = nn.ParameterList([nn.Parameter(torch.zeros(32, 128))])
+    is_due, optimizer = [True], torch.optim.SGD(weights, lr=1.0, momentum=1.0)
+    check = UpdateCheck(lambda: is_due[0])
+    LowPrecisionMoments(weights, FORMS["8bit"], check=check).attach([optimizer])
+    assert check.share is None
+    # In a block whose largest number is 1 the next ones are (127 / 128)^2, 0.0156 below, and so on.
+    moved = torch.cat([torch.zeros(1), torch.full((63,), -1e-3), torch.full((64,), -0.5)]).expand(32, 128)
+    for gradient in (torch.ones(32, 128), moved):
+        check.begin()
+        weights[0].grad = gradient.clone()
+        optimizer.step()
+    assert float(check.share) == torch.tensor(63 / 127)
+    is_due[0] = False
+    check.begin()
+    optimizer.step()
+    assert check.share is None

@@ -164,17 +164,12 @@ def _slowly(monkeypatch):
 
 
 @pytest.mark.usefixtures("_slowly")
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "is_early"), [*((place, False) for place in PLACES), ("memory", True), ("disk 8bit", True)]
+)
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_what_is_written_to_states_while_a_step_goes_on_counts_in_the_next(mesh, tmp_path, place, edit):
-    assert is_seen(train_hosted(place, tmp_path, edit), edit, is_exact=place in EXACT)
-
-
-@pytest.mark.parametrize("place", ["memory", "disk 8bit"])
-@pytest.mark.parametrize("edit", [fill_steps, clear, replace_by_plain_ones])
-def test_it_counts_in_a_step_that_begins_in_the_backward(mesh, tmp_path, place, edit):
-    ours = train_hosted(place, tmp_path, edit, is_early=True)
-    assert is_seen(ours, edit, is_exact=place in EXACT)
+def test_what_is_written_to_states_while_a_step_goes_on_counts_in_the_next(mesh, tmp_path, edit, place, is_early):
+    assert is_seen(train_hosted(place, tmp_path, edit, is_early=is_early), edit, is_exact=place in EXACT)
 
 
 @pytest.mark.parametrize(

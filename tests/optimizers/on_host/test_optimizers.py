@@ -154,16 +154,6 @@ def test_an_optimizer_that_is_made_in_the_midst_is_taken_in(mesh, mode):
                     take_step(net, optimizer, seed)
 
 
-@pytest.mark.parametrize("kind", [optim.LBFGS, optim.SparseAdam])
-def test_what_cannot_step_is_refused_and_nothing_else_attached(mesh, kind):
-    net = make()
-    with hosted(net) as host:
-        good = adamw(net)
-        with pytest.raises(ValueError, match=rf"^{kind.__name__} cannot step on shards: "):
-            host.attach([good, kind(list(net.parameters()))])
-        assert owner_of(good) is None
-
-
 # --- while a step is under way ---
 
 
