@@ -48,7 +48,7 @@ class Attention(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two layers with one weight, which a third layer has, too, frozen and transposed."""
+    """Two layers with one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,11 +74,9 @@ class Repeated(nn.Module):
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(8, 4), (3, 8)),
-    "conv 1d": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 8)),
     "conv 2d": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (2, 4, 8, 8)),
     "conv 2d, channels last": (lambda: nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last), (2, 4, 8, 8)),
     "conv 3d": (lambda: nn.Conv3d(2, 4, 3, groups=2), (2, 2, 5, 5, 5)),
-    "transposed 1d": (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), (2, 4, 8)),
     "transposed 2d": (lambda: nn.ConvTranspose2d(4, 6, 3, output_padding=1, stride=2), (2, 4, 5, 5)),
     "transposed 3d": (lambda: nn.ConvTranspose3d(2, 4, 3), (2, 2, 4, 4, 4)),
     "attention": (lambda: Attention(is_cross=False), (2, 3, 8)),
@@ -88,10 +86,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "tied": (Tied, (3, 8)),
     "frozen within": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)), (3, 8)),
     "repeated": (lambda: Repeated(nn.Linear(8, 8)), (3, 8)),
-    "repeated conv, channels last": (
-        lambda: Repeated(nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)),
-        (2, 4, 5, 5),
-    ),
     "repeated attention": (lambda: Repeated(Attention(is_cross=True)), (2, 3, 8)),
 }
 
