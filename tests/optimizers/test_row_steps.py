@@ -98,7 +98,7 @@ def off_by(ours: Tensor, theirs: Tensor, noise: Tensor) -> Tensor:
     return (ours.int() - theirs.int()).abs()
 
 
-def compare(make: Callable[..., Optimizer], form: str, num_steps: int = 4) -> None:
+def compare(make: Callable[..., Optimizer], form: str, num_steps: int = 3) -> None:
     """Step in rows, and as the operators do, from the same states."""
     torch.manual_seed(0)
     theirs = random_parameters(SHAPES + (SMALL if form == "bf16" else ()))
@@ -145,7 +145,7 @@ IDS = ["AdamW bf16", "AdamW 8bit", "AdamW 4bit", "Adam", "SGD nesterov", "SGD da
 def test_a_step_in_rows_is_that_of_the_operators(make, form, in_rows):
     compare(make, form)
     whole = [0, 2, 3, 5] + ([9] if form == "bf16" else [])
-    assert in_rows == [[], *[whole] * 3]  # the first step makes the states
+    assert in_rows == [[], whole, whole]  # the first step makes the states
 
 
 def test_a_captured_graph_takes_the_same_step(monkeypatch):

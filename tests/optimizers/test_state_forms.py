@@ -63,7 +63,7 @@ def test_the_loss_is_that_of_float32(make: Any) -> None:
     assert loss["4bit"] <= 1.05 * loss["fp32"], loss
 
 
-@pytest.mark.parametrize(("name", "nine_of_ten"), [("bf16", 0.15), ("8bit", 0.25), ("4bit", 1.0)])
+@pytest.mark.parametrize(("name", "nine_of_ten"), [("8bit", 0.25), ("4bit", 1.0)])
 def test_an_average_over_a_thousand_steps_is_where_it_should_be_and_follows(name: Any, nine_of_ten: float) -> None:
     # It moves by a thousandth in a step, which is less than half of what its form tells apart.
     generator = torch.Generator().manual_seed(0)
@@ -76,7 +76,7 @@ def test_an_average_over_a_thousand_steps_is_where_it_should_be_and_follows(name
         true.lerp_(sigma.square() * decade**2, 0.001)
         kept = form.empty("exp_avg_sq", average)
         kept.copy_(form.round("exp_avg_sq", average.lerp(square, 0.001), 0, (step, 0), None))
-        average = kept.float() if name == "bf16" else kept + 0
+        average = kept + 0
         if step in (600, 1200):
             roots = (average / true).sqrt().log().abs()
             assert roots.median() < nine_of_ten / 2

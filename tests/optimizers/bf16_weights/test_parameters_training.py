@@ -61,9 +61,9 @@ def test_averages_in_sixteen_bits_do_not_stand_still(scheme):
     optimizer = AdamW([weight], lr=0.0)
     lean.attach([optimizer])
     weight.grad = torch.ones_like(weight)
-    for _ in range(1000):
+    for _ in range(500):
         optimizer.step()
     average = optimizer.state[weight]["exp_avg_sq"]
     assert average.dtype is torch.bfloat16
     # Rounded to the nearest it stays at .25 or below, where a thousandth of what is missing is half a unit.
-    assert average.mean().item() == pytest.approx(1 - 0.999**1000, rel=0.02)
+    assert average.mean().item() == pytest.approx(1 - 0.999**500, rel=0.02)
