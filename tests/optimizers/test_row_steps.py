@@ -148,11 +148,6 @@ def test_a_step_in_rows_is_that_of_the_operators(make, form, in_rows):
     assert in_rows == [[], whole, whole]  # the first step makes the states
 
 
-def test_a_captured_graph_takes_the_same_step(monkeypatch):
-    monkeypatch.setattr(low_precision, "compile_function", EAGER)
-    compare(*CASES[2], num_steps=2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "form"), CASES, ids=IDS)
 def test_a_step_that_inductor_compiled_is_that_of_the_operators(make, form, monkeypatch):

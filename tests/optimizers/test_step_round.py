@@ -55,17 +55,3 @@ def test_each_parameter_is_taken_once_and_only_with_a_gradient():
     assert step_round.take([nn.Parameter(torch.ones(1))]) == []  # another's
     parameters[3].grad = torch.ones(4, 3)
     assert [member.parameter for member in step_round.take_rest()] == [parameters[0], parameters[3]]
-
-
-def test_settings_are_those_of_the_beginning():
-    ours, theirs = make_parameters(), make_parameters()
-    rate = torch.tensor(0.1)
-    optimizer, reference = optim.AdamW(ours, lr=rate), optim.AdamW(theirs, lr=0.1)
-    step_round = StepRound(optimizer, is_on_host=False)
-    members = step_round.take_rest()
-    rate.fill_(5)
-    optimizer.param_groups[0]["weight_decay"] = 7
-    step_round.run(members)
-    reference.step()
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other)

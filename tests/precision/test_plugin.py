@@ -246,14 +246,6 @@ def test_layers_are_told_by_their_type_where_groups_are_made(fit):
     fit(lambda: ByType(TinyCNN()), plugins=[LeanMixedPrecision("bf16", recast_in_backward=True)])
 
 
-def test_a_frozen_backbone_trains_with_all_settings(fit):
-    model = lit_gpt()
-    frozen = list(model.net.blocks[0].requires_grad_(False).parameters())
-    before = [p.clone() for p in frozen]
-    fit(lambda: model, plugins=[LeanMixedPrecision("bf16", **ALL)])
-    assert all(map(torch.equal, frozen, before))
-
-
 class StepsBetweenBackwards(LitApart):
     """As some GANs: one optimizer steps between two backwards of the same forward."""
 

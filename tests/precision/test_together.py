@@ -38,14 +38,6 @@ def test_a_callback_changes_nothing_under_the_plugin(name, kind, net, same_as_ba
     same_as_baseline(lambda: LitTiny(net()), callback, plugins=[make_plugin(kind, net)], baseline=baseline, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_all_together_change_nothing(kind, same_as_baseline):
-    callbacks = [from_config(name) for name in KEEPS_RESULT if name != "OptimizerInBackward"]
-    options = {"plugins": [make_plugin(kind, TinyGPT)], "baseline": {"plugins": [make_plugin(kind, TinyGPT)]}}
-    same_as_baseline(lambda: LitTiny(TinyGPT()), *callbacks, max_epochs=2, **options)
-
-
 class NormThenActivation(TinyCNN):
     def __init__(self):
         nn.Sequential.__init__(self, nn.Flatten(), nn.Linear(192, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 10))

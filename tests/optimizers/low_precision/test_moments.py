@@ -28,8 +28,7 @@ def state_bytes(form: str, make: Any = torch.optim.AdamW, sizes: Any = (64, 128,
     """Tracked bytes of states after two steps, without counts of steps."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(sizes)))
-    parameters = [p for p in model.parameters() if p.dim() > 1 or make is not torch.optim.Muon]
-    optimizer = make(parameters, lr=1e-3)
+    optimizer = make(model.parameters(), lr=1e-3)
     if form != "fp32":
         LowPrecisionMoments(model, FORMS[form]).attach([optimizer])
     with track_memory(model, optimizers=[optimizer]) as tracker:

@@ -554,7 +554,7 @@ def make_net() -> nn.ModuleDict:
         "gru": nn.GRU(4, 4),
         "own forward": OwnForward(4, 4),
         "wide": nn.Linear(4, 4).double(),
-        "half": nn.Linear(4, 4).half(),
+        "low": nn.Linear(4, 4).half(),
         "own": nn.ParameterList([torch.ones(4)]),
         "plain": nn.Linear(4, 4, bias=False),
     }
