@@ -217,12 +217,12 @@ def test_who_reads_what_a_step_writes_gets_what_it_has_written(mesh, mode, read,
 @pytest.mark.parametrize("mode", HOST_MODES)
 def test_gradients_that_are_cleared_or_changed_after_a_step_do_not_change_it(mesh, mode, clear, monkeypatch):
     with both(mode) as (host, *pairs):
-        for pair in pairs:
-            take_step(*pair)
-        Gate(host, monkeypatch)
         for net, optimizer in pairs:
+            take_step(net, optimizer)
             optimizer.zero_grad()
             loss_of(net, batch(1)).backward()
+        Gate(host, monkeypatch)
+        for net, optimizer in pairs:
             optimizer.step()
             clear(net)
 
