@@ -55,12 +55,9 @@ class ByHand(Scripted):
         return torch.optim.SGD([self.weight], lr=1.0)
 
 
-def scaler(**options):
-    return torch.amp.GradScaler("cpu", **{"init_scale": 1024.0, "growth_interval": 1000, **options})
-
-
 def plugin_for(**options):
-    return LeanMixedPrecision("fp16", **{"scaler": scaler(), **options})
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    return LeanMixedPrecision("fp16", scaler=scaler, **options)
 
 
 @pytest.fixture

@@ -141,6 +141,17 @@ def test_lightnings_loss_scale_is_taken_over_and_left_for_it(run):
     assert again.scaler.state_dict() == scale
 
 
+class Renamed(LeanMixedPrecision):
+    """Lightning keeps states by the names of classes."""
+
+
+def test_a_subclass_finds_the_state_of_its_parent(run):
+    parent = run(make_plugin("fp16"), 1, Saves()).trainer.precision_plugin
+    renamed = Renamed("fp16")
+    run(renamed, 1, resumed="half")
+    assert renamed.state_dict() == parent.state_dict()
+
+
 def test_a_checkpoint_of_fp16_starts_a_run_in_bf16(run):
     run(make_plugin("fp16"), 1, Saves())
     assert run(make_plugin("bf16+split"), 2, resumed="half").trainer.precision == "bf16-mixed"
