@@ -204,9 +204,6 @@ def test_one_of_many_steps_in_a_training_step_may_overflow(train):
     assert model.trainer.precision_plugin.scaler.get_scale() == 512
 
 
-# --- too many in a row ---
-
-
 @pytest.mark.parametrize("make", [Scripted, ByHand])
 def test_too_many_overflows_in_a_row_end_the_run_and_the_next_one_counts_its_own(make, train):
     plugin = plugin_for(max_consecutive_overflows=3)
