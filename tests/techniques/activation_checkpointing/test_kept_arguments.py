@@ -1,8 +1,7 @@
 """Objects as arguments: a second run finds them as the first did, whatever was done to them since, and counts once."""
 
 import copy
-import logging
-from collections import UserDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,16 +65,6 @@ class DotDict(dict):
 
     def __init__(self, x: Tensor) -> None:
         super().__init__(x=x)
-
-
-class Mapped(UserDict):
-    def __init__(self, x: Tensor) -> None:
-        super().__init__({"x": x})
-
-    x = property(lambda self: self.data["x"], lambda self, value: self.data.update(x=value))
-
-    def __copy__(self) -> "Mapped":
-        return Mapped(self.data["x"])
 
 
 @dataclass
@@ -237,17 +226,6 @@ def test_a_layer_that_overwrites_a_large_tensor_in_an_object_is_refused():
         layer[0](Graph(torch.randn(LARGE, 8)))
 
 
-def test_modules_functions_and_large_containers_are_shared():
-    net, table = nn.Linear(1, 1), {number: [number] for number in range(5000)}
-    kept = SavedArguments(((Graph(net), Graph(len), Graph(table), Graph(int)), {}), overwrites_inputs=False)
-    kept.settle(Observation(overwrites_inputs=False), "net")
-    first, *_ = given = kept.give(is_overwritten=False)[0]
-    assert first.x is net
-    assert given[1].x is len
-    assert given[2].x == table
-    assert given[3].x is int
-
-
 def test_an_object_given_twice_stays_one():
     graph = Graph(torch.ones(2))
     kept = SavedArguments(((graph,), {"again": graph}), overwrites_inputs=False)
@@ -256,57 +234,3 @@ def test_an_object_given_twice_stays_one():
     assert args[0] is kwargs["again"] is not graph
     assert args[0].x is not graph.x
     assert torch.equal(args[0].x, graph.x)
-
-
-class Sealed(list):
-    """Refuses to be written."""
-
-    def __setitem__(self, place: Any, value: Any) -> None:
-        raise TypeError("read-only")
-
-
-class Resource:
-    """Would close something when a copy of it goes."""
-
-    def __init__(self) -> None:
-        self.is_open = True
-
-    def __del__(self) -> None:
-        self.is_open = False
-
-
-def test_loggers_and_resources_are_shared_and_sealed_lists_are_copied():
-    logger, resource, sealed = logging.getLogger("kept"), Resource(), Sealed([[1]])
-    handlers, manager = logger.handlers, logger.manager
-    graph = Graph(torch.ones(2))
-    graph.logger, graph.resource, graph.sealed = logger, resource, sealed
-    kept = SavedArguments(((graph,), {}), overwrites_inputs=False)
-    kept.settle(Observation(overwrites_inputs=False), "net")
-    (given,), _ = kept.give(is_overwritten=False)
-    assert given.logger is logger
-    assert (logger.handlers is handlers, logger.manager is manager) == (True, True)
-    assert given.resource is resource
-    assert given.sealed == sealed
-    assert given.sealed[0] is not sealed[0]
-
-
-def test_sparse_tensors_in_objects_and_attributes():
-    class Convolution(Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.adjacency = torch.eye(4).to_sparse()
-
-        def forward(self, graph: Graph) -> Tensor:
-            return super().forward(graph) + self.adjacency @ graph.x + graph.edges @ graph.x
-
-    layers, gradients = nn.ModuleList([Convolution()]), []
-    graph = Graph(torch.randn(4, 8))
-    graph.edges = torch.eye(4).to_sparse()
-    for is_checkpointed in (False, True):
-        if is_checkpointed:
-            apply_activation_checkpointing(layers, layers="Convolution")
-        for _ in range(2):
-            layers.zero_grad()
-            layers[0](graph).sum().backward()
-        gradients.append([parameter.grad.clone() for parameter in layers.parameters()])
-    assert all(map(torch.equal, *gradients))

@@ -4,14 +4,13 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad
-from torch.utils.checkpoint import CheckpointError, GraphExecGroup, checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.private_names.torch import innermost_hooks
@@ -117,10 +116,6 @@ def one_gradient(module: nn.Module, layer: Layer) -> list[Tensor]:
     return list(grad(module(make_input()).sum(), layer.down.weight))
 
 
-def one_that_needs_nothing_saved(module: nn.Module, layer: Layer) -> list[Tensor]:
-    return list(grad(module(make_input()).sum(), layer.down.bias))
-
-
 def backward_in_a_thread(module: nn.Module, layer: Layer) -> list[Tensor]:
     x = make_input()
     thread = threading.Thread(target=module(x).sum().backward)
@@ -129,31 +124,11 @@ def backward_in_a_thread(module: nn.Module, layer: Layer) -> list[Tensor]:
     return [x.grad]
 
 
-def saved_tensor_outside_of_a_backward(module: nn.Module, layer: Layer) -> list[Tensor]:
-    nodes: list[Any] = []
-    hook = layer.down.register_forward_hook(lambda *args: nodes.append(args[-1].grad_fn))
-    output = module(make_input())
-    hook.remove()
-    saved = [nodes[0]._saved_mat1.clone() for _ in range(2)]
-    return [*saved, output.detach()]
-
-
 def written_result(module: nn.Module, layer: Layer) -> list[Tensor]:
     output = module(make_input())
     output.mul_(2)
     output.sum().backward()
     return [layer.up.weight.grad]
-
-
-def two_backwards_that_share_nothing(module: nn.Module, layer: Layer) -> list[Tensor]:
-    x = make_input()
-    middle: list[Tensor] = []
-    hook = layer.norm.register_forward_hook(lambda *args: middle.append(args[-1]))
-    output = module(x)
-    hook.remove()
-    with GraphExecGroup():
-        (slope,) = grad(output.sum(), middle[0], retain_graph=True)
-        return [slope, *grad(middle[0], x, slope)]
 
 
 def without_early_stop(module: nn.Module, layer: Layer) -> list[Tensor]:
@@ -222,13 +197,6 @@ def input_after_a_backward(module: nn.Module, layer: Layer) -> None:
     output.sum().backward(retain_graph=True)
     x.detach().add_(1)
     output.sum().backward()
-
-
-def shared_backward(module: nn.Module, layer: Layer) -> None:
-    output = module(make_input())
-    with GraphExecGroup():
-        grad(output.sum(), layer.up.weight, retain_graph=True)
-        grad(output.sum(), layer.up.weight)
 
 
 def test_an_overwritten_weight_is_an_error_as_in_the_plain_layer():

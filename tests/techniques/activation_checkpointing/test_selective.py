@@ -1,16 +1,13 @@
 """Selective checkpointing: what is kept, what runs again, and that nothing else changes."""
 
-import copy
 import gc
 import weakref
 
 import numpy as np
 import pytest
 import torch
-from support.helpers import TinyCNN, TinyGPT, assert_equal_weights
-from support.networks import make_network
+from support.helpers import TinyCNN, TinyGPT
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -188,20 +185,6 @@ class NestedBlock(Block):
         return self.down(inner) @ hidden.mT @ hidden
 
 
-class SharedBlockNet(Net):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.blocks[0](self.blocks[1](self.blocks[0](hidden)))
-
-
-class ConvBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + F.relu(self.norm(self.conv(hidden)))
-
-
 class PenaltyBlock(Block):
     """A backward inside of the layer."""
 
@@ -248,35 +231,6 @@ class UnsafeViewBlock(Block):
         return torch.softmax(scores, -1) @ F.silu(self.wide(hidden), inplace=True)
 
 
-class UnsafeViewNet(Net):
-    """Overwrites a product that a layer returned besides what it made of it."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for block in self.blocks:
-            product, activated = block(hidden)
-            product.mul_(2)
-            hidden = product + activated
-        return hidden
-
-
-class ProductBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(8, 8, bias=False)
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        product = self.wide(hidden)
-        return product, torch.tanh(product + hidden)
-
-
-class ForeachBlock(Block):
-    def forward(self, hidden: Tensor) -> Tensor:
-        wide = self.up(hidden)
-        with torch.no_grad():
-            torch._foreach_mul_([wide.detach()], 0.5)
-        return self.down(wide.sin())
-
-
 class DataBlock(Block):
     def forward(self, hidden: Tensor) -> Tensor:
         wide = self.up(hidden)
@@ -294,45 +248,6 @@ class GeneratorBlock(Block):
         return self.down(F.gelu(self.up(hidden * noise))) * torch.rand(8, generator=self.generator)
 
 
-class FunctionalBlock(Block):
-    """``torch.func`` refuses to run while saved-tensor hooks are set, those of a checkpoint too."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        slope = torch.func.grad(lambda x: self.up(x).sin().sum())(hidden.detach())
-        return self.down(F.gelu(self.up(hidden))) * slope
-
-
-class DriftBlock(nn.Module):
-    """Reads the running statistics of its own norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(4)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        drift = self.norm.running_mean[:, None] + 0
-        return torch.sin(self.norm(self.linear(hidden)) * (1 + drift))
-
-
-class ConstantNet(Net):
-    """Hands its layers an inference tensor."""
-
-    def __init__(self) -> None:
-        super().__init__(ConstantBlock)
-        with torch.inference_mode():
-            self.constant = torch.randn(8)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for block in self.blocks:
-            hidden = block(hidden, self.constant)
-        return hidden
-
-
-class ConstantBlock(Block):
-    def forward(self, hidden: Tensor, constant: Tensor) -> Tensor:
-        return super().forward(hidden) + constant
-
-
 class FirstOf(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -347,33 +262,6 @@ class FirstOf(nn.Module):
 @pytest.mark.parametrize("make_model", MODELS.values(), ids=MODELS)
 def test_result_is_that_of_the_plain_model_with(make_model, how):
     assert_same_as_plain(make_model, torch.randn(2, 4, 8, requires_grad=True), "matmuls", **how)
-
-
-@pytest.mark.parametrize("context", [lambda: torch.autocast("cpu", torch.bfloat16), lambda: save_on_cpu()])
-def test_result_is_that_of_the_plain_model_under(context):
-    hidden, results = torch.randn(4, 8, requires_grad=True), []
-    for is_plain in (True, False):
-        torch.manual_seed(0)
-        model = Net()
-        if not is_plain:
-            apply_activation_checkpointing(model, save=SavePolicy("matmuls"))
-        with context():
-            results.append([gradients(model, hidden) for _ in range(2)])
-    assert all(map(torch.equal, results[0][1], results[1][1]))
-
-
-class TwiceNormedBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.BatchNorm1d(4)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(self.shared(self.shared(hidden).sin()))))
-
-
-def test_a_norm_twice_in_a_layer_may_be_kept():
-    hidden = torch.randn(2, 4, 8, requires_grad=True)
-    assert_same_as_plain(lambda: Net(TwiceNormedBlock), hidden, ["aten.native_batch_norm"])
 
 
 def test_kept_results_pass_the_hooks_that_are_set_outside():
@@ -406,29 +294,6 @@ def test_a_second_run_with_other_operators_is_an_error():
         loss.backward()
 
 
-TABLES: dict[int, Tensor] = {}
-
-
-class TableBlock(Block):
-    """Makes a table by a product once per length, outside of the model: the second run finds it."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        length = hidden.shape[0]
-        if length not in TABLES:
-            TABLES[length] = torch.ones(length, 8) @ torch.ones(8, 8)
-        return self.down(F.gelu(self.up(hidden + TABLES[length]) @ torch.ones(32, 32)))
-
-
-def test_a_product_that_is_missing_in_the_second_run_is_an_error():
-    TABLES.clear()
-    model = Net(TableBlock, 1)
-    apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy("matmuls"))
-    model(torch.randn(4, 8)).sum().backward() if TABLES else None
-    loss = model(torch.randn(5, 8)).sum()
-    with pytest.raises(RecomputationError, match=r"ran aten\..*mm\.default\(.* where the forward ran"):
-        loss.backward()
-
-
 def test_noise_in_front_of_a_kept_product_is_an_error():
     """Both outputs agree, since the product is taken from the first run."""
     generator = np.random.default_rng(0)
@@ -442,21 +307,6 @@ def test_noise_in_front_of_a_kept_product_is_an_error():
     loss = (model(torch.randn(4, 8)) * model.blocks[0].up.bias.mean()).sin().sum()
     with pytest.raises(RecomputationError, match=r"Saved tensor \d has other values"):
         loss.backward()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # dynamo's own
-def test_a_compiled_module_inside_of_a_layer_runs_compiled():
-    torch._dynamo.reset()
-    results = []
-    for is_plain in (True, False):
-        torch.manual_seed(0)
-        model = Net()
-        for block in model.blocks:
-            block.up = torch.compile(block.up, backend="aot_eager")
-        if not is_plain:
-            apply_activation_checkpointing(model, layers="Block", save=SavePolicy("matmuls"))
-        results.append(gradients(model, torch.ones(4, 8, requires_grad=True)))
-    assert all(map(torch.equal, *results))
 
 
 def test_nothing_is_alive_after_a_step():
@@ -481,23 +331,6 @@ def test_nothing_is_alive_after_a_step():
             assert not any(reference() is not None for reference in seen)
     finally:
         gc.enable()
-
-
-@pytest.mark.slow_except("llama")
-@pytest.mark.parametrize("name", ["resnet50", "convnext_tiny", "llama"])
-def test_well_known_networks_train_the_same(name):
-    network, inputs = make_network(name)
-    inputs = inputs[:2] if inputs.dim() == 2 else inputs[:2, :, ::4, ::4]
-    twin = copy.deepcopy(network)
-    apply_activation_checkpointing(twin, save=SavePolicy("matmuls"))
-    for module in (network, twin):
-        optimizer = torch.optim.SGD(module.parameters(), 0.01, momentum=0.9)
-        torch.manual_seed(1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            module(inputs).square().mean().backward()
-            optimizer.step()
-    assert_equal_weights(twin, network)
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from support.networks import resnet50
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 from lightning_vram.techniques.in_place_fusion.observed_links import Link, StepObserver
 from lightning_vram.techniques.in_place_fusion.policy import (
     BATCH_NORMS,
@@ -30,9 +29,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dilated": {"dilation": 2},
     "padded": {"padding": 1},
 }
-PADDINGS: dict[str, dict[str, Any]] = {
-    mode: {"padding": 1, "padding_mode": mode} for mode in ("circular", "reflect", "replicate")
-} | {"same": {"padding": "same"}}
 
 
 def randomise(norm: nn.Module) -> nn.Module:
@@ -86,36 +82,6 @@ def test_every_convolution_gives_the_same_output_and_gradients(dims: int, groups
     check_equal(pair(CONVS[dims](4, 8, 2, groups=groups, **OPTIONS[option])), data(dims))
 
 
-@pytest.mark.parametrize("mode", PADDINGS)
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_padding_is_of_the_input(dims: int, mode: str) -> None:
-    torch.manual_seed(0)
-    check_equal(pair(CONVS[dims](4, 6, 3, groups=2, **PADDINGS[mode])), data(dims))
-
-
-@pytest.mark.parametrize(
-    "norm",
-    [
-        nn.BatchNorm2d(6, affine=False),
-        nn.BatchNorm2d(6, eps=0.1, momentum=None),
-        nn.SyncBatchNorm(6),
-    ],
-    ids=["no affine", "eps", "sync"],
-)
-def test_norms_of_every_kind_are_folded(norm: nn.Module) -> None:
-    torch.manual_seed(0)
-    check_equal(pair(nn.Conv2d(4, 6, 3), norm), data(2))
-
-
-def test_frozen_parameters_stay_without_gradients() -> None:
-    net = pair(nn.Conv2d(4, 6, 3))
-    net[1].requires_grad_(False)
-    check_equal(net, data(2))
-    net = pair(nn.Conv2d(4, 6, 3))
-    net.requires_grad_(False)
-    check_equal(net, data(2))
-
-
 def test_parameters_are_read_live() -> None:
     net = pair(nn.Conv2d(4, 6, 3))
     plain = copy.deepcopy(net)
@@ -149,15 +115,6 @@ def test_a_norm_in_training_mode_runs_as_ever() -> None:
     torch.testing.assert_close(net(data(2)), plain(data(2)), rtol=1e-10, atol=1e-10)
 
 
-def test_a_norm_that_lost_its_statistics_runs_as_ever() -> None:
-    net = pair(nn.Conv2d(4, 6, 3))
-    plain = copy.deepcopy(net)
-    fold(net)
-    for member in (net, plain):
-        member[1].running_mean = member[1].running_var = None
-    assert torch.equal(net(data(2)), plain(data(2)))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_the_folding_is_in_float32(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -183,14 +140,6 @@ def test_reduced_and_mixed_parameters_keep_the_dtypes(norm_dtype: torch.dtype) -
     for ours, theirs in zip(step(net, x), step(plain, x), strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.05 * float(theirs.abs().max()))
-
-
-def test_channels_last_stays() -> None:
-    net = pair(nn.Conv2d(4, 6, 3)).to(memory_format=torch.channels_last)
-    x = data(2).to(memory_format=torch.channels_last)
-    expected = net(x)
-    fold(net)
-    assert net(x).stride() == expected.stride()
 
 
 def test_keys_names_copies_and_pickles_are_those_of_plain_modules() -> None:
@@ -239,10 +188,6 @@ class WithActivation(nn.BatchNorm2d):
         return super().forward(x).relu()
 
 
-class Named(nn.Conv2d):
-    """A subclass that changes nothing."""
-
-
 REFUSED = {
     "no running statistics": (nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6, track_running_stats=False)),
     "another number of channels": (nn.Conv2d(4, 6, 1), nn.BatchNorm2d(4)),
@@ -272,12 +217,6 @@ def test_a_patched_forward_and_a_second_folding_are_refused() -> None:
     assert type(good[0]) is nn.Conv2d
 
 
-def test_subclasses_that_run_the_stock_forward_are_folded() -> None:
-    net = pair(Named(4, 6, 3))
-    check_equal(net, data(2))
-    assert type(copy.deepcopy(net)[0]) is Named
-
-
 def test_another_path_than_the_observed_one_is_an_error() -> None:
     net = pair(nn.Conv2d(4, 6, 3))
     fold(net)
@@ -300,45 +239,6 @@ def test_a_checkpointed_pair_folds_in_both_runs() -> None:
     plain(data(2)).sum().backward()
     for a, b in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_around_the_norm_alone_runs_it_again_on_what_it_saved(reentrant: bool) -> None:
-    net = pair(nn.Conv2d(4, 4, 1))
-    plain = copy.deepcopy(net)
-    fold(net)
-    for member in (net, plain):
-        y = data(2)
-        for _ in range(2):
-            y = checkpoint(lambda x, norm=member[1]: norm(x).relu(), member[0](y), use_reentrant=reentrant)
-        y.square().sum().backward()
-    for a, b in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-10)
-
-
-def test_a_folded_model_can_be_observed_and_checkpointed() -> None:
-    torch.manual_seed(0)
-    net, x = nn.Sequential(Block(), Block()).double().eval(), torch.randn(2, C, SIZE, SIZE, dtype=torch.float64)
-    net(x).sum().backward()
-    expected = [parameter.grad.clone() for parameter in net.parameters()]
-    fold_frozen_batch_norm(observed_links(net, x))
-    checkpointing = apply_activation_checkpointing(net, layers="Block")
-    assert observed_links(net, x) == []
-    net(x).sum().backward()
-    for ours, theirs in zip(net.parameters(), expected, strict=True):
-        torch.testing.assert_close(ours.grad, theirs, rtol=1e-10, atol=1e-10 * float(theirs.abs().max()))
-    checkpointing.remove()
-
-
-def test_replicas_run_as_ever() -> None:
-    net = pair(nn.Conv2d(4, 6, 3))
-    plain = copy.deepcopy(net)
-    fold(net)
-    replica = nn.Sequential(*(member._replicate_for_data_parallel() for member in net))
-    for copied, member in zip(replica, net, strict=True):
-        for name, tensor in [*member.named_parameters(), *member.named_buffers()]:
-            setattr(copied, name, tensor.detach().clone())
-    assert torch.equal(replica(data(2)), plain(data(2)))
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own

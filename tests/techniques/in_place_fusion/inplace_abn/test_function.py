@@ -107,41 +107,6 @@ def test_gradients_are_about_as_far_from_float64_as_the_plain_ones(activation, d
         assert relative_error(actual, expected) < relative_error(usual, expected) + allowance
 
 
-@pytest.mark.parametrize("shape", ["2d", "3d"])
-def test_channels_last_is_kept(shape):
-    case = Case("leaky", shape)
-    layout = torch.channels_last if shape == "2d" else torch.channels_last_3d
-    expected = case.ours()
-    case.x = case.x.contiguous(memory_format=layout)
-    actual = case.ours()
-    assert actual[0].is_contiguous(memory_format=layout)
-    assert actual[3].is_contiguous(memory_format=layout)
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-def test_gradients_are_given_to_those_who_need_them():
-    case = Case("leaky")
-    weight = case.weight.clone().requires_grad_()
-    output = normalize_and_activate(case.x, case.norm(weight, case.bias), case.activation)
-    output.backward(case.gradient)
-    torch.testing.assert_close(weight.grad, case.plain()[4])
-    frozen = normalize_and_activate(case.x.clone().requires_grad_(), case.norm(case.weight, None), case.activation)
-    frozen.sum().backward()  # an expanded gradient
-    assert case.weight.grad is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_autocast_changes_nothing(dtype):
-    """The plain layers run in the dtype they get; so does ours, also if the backward runs under autocast."""
-    case = Case("elu", dtype=dtype, parameters=torch.float32)
-    expected = case.ours()
-    with torch.autocast("cpu", torch.bfloat16):
-        actual = case.ours()
-        assert torch.equal(actual[0], case.plain()[0])
-    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
-
-
 def test_an_elu_that_has_saturated_gives_a_finite_gradient():
     x = torch.tensor([1.0, -1.0] * 4).unsqueeze(1).requires_grad_()
     norm = nn.BatchNorm1d(1, eps=1e-30)
