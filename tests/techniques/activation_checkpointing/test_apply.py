@@ -9,11 +9,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support.helpers import TinyCNN, assert_equal_weights, describe_module
+from support.helpers import assert_equal_weights, describe_module
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
@@ -80,17 +79,17 @@ def assert_trains_as_plain(make_model, compute_loss, num_steps: int = 5, **argum
 # --- the numbers of the demos ---
 
 
-@pytest.mark.quick_sample(2)
-@pytest.mark.parametrize("segments", ["sqrt", 5, 36])
+@pytest.mark.parametrize("segments", ["sqrt", 5])
 def test_segments_of_an_mlp_stack_save_three_quarters_and_train_the_same(segments):
     inputs = torch.randn(16, 24, generator=torch.Generator().manual_seed(1))
     plain_bytes, kept_bytes = assert_trains_as_plain(
         lambda: nn.Sequential(*(layer for _ in range(36) for layer in (nn.Linear(24, 24), nn.Dropout(0.1), nn.GELU()))),
         lambda model: model(inputs).square().mean(),
+        num_steps=2,
         segments=segments,
     )
     number = 6 if segments == "sqrt" else segments
-    assert kept_bytes <= (0.25 if number < 10 else 0.35) * plain_bytes
+    assert kept_bytes <= 0.25 * plain_bytes
     # the input is there before; each other segment has one, and the loss squares the last output
     assert kept_bytes - number * inputs.nbytes in range(16)
 
@@ -104,14 +103,6 @@ def test_a_checkpointed_layer_keeps_its_input_and_nothing_else():
     expected = 3 * rows * width * FLOAT + 2 * FLOAT
     for _ in range(2):
         assert train(model, lambda model: model(hidden).square().sum(), num_steps=1) == expected
-
-
-def test_every_nth_layer_only():
-    model = Net(num_blocks=4)
-    handle = apply_activation_checkpointing(model, every_n_layers=2)
-    assert [layer.name for layer in handle.selection.layers] == ["blocks.0", "blocks.2"]
-    model(torch.randn(2, 8)).sum().backward()
-    assert [len(block.calls) for block in model.blocks] == [2, 1, 2, 1]
 
 
 # --- the same result, whatever a layer does ---
@@ -306,30 +297,20 @@ def spectral_block() -> Block:
 
 LAYERS = {
     "dropout": Net,
-    "keywords": partial(Net, Keywords),
     "nested inputs and outputs": NestedNet,
-    "dataclass": DataclassNet,
     "a list it appends to": AppendingNet,
     "layers used twice": SharedNet,
     "buffers written in forward": partial(Net, CountingBlock),
     "batch norm": partial(Net, NormBlock),
     "batch norm, cumulative": partial(Net, partial(NormBlock, lambda: nn.BatchNorm1d(8, momentum=None))),
-    "batch norm, no statistics": partial(Net, partial(NormBlock, lambda: nn.BatchNorm1d(8, track_running_stats=False))),
     "batch norm, frozen": partial(Net, frozen_norm_block),
     "spectral norm": partial(Net, spectral_block),
     "modes and weights set and reset": partial(Net, TogglingBlock),
     "buffers written through data": partial(Net, BehindTheBackBlock),
-    "a norm that reads its statistics": partial(Net, partial(NormBlock, lambda: ReadingNorm(8))),
     "buffers that are none at first or shared": partial(Net, LazyBlock),
     "state in plain attributes": StatefulNet,
-    "random numbers of the host": partial(Net, RandomBlock, num_blocks=2),
-    "objects it writes to": GraphNet,
-    "hooks of its own": partial(Net, HookingBlock),
-    "hooks around it": HookedNet,
     "inputs it overwrites": OverwritingNet,
-    "mode changed before backward": ModeNet,
     "weights of another": FastWeightsNet,
-    "static forward": StaticNet,
     "frozen weights": partial(Net, half_frozen_block),
 }
 
@@ -342,50 +323,55 @@ def test_result_is_that_of_the_plain_model(make_model):
     assert checkpointed < plain
 
 
-def test_without_gradients_nothing_is_recomputed():
-    model = Net()
-    apply_activation_checkpointing(model)
+def test_chosen_layers_run_twice_and_without_gradients_once():
+    model = Net(num_blocks=4)
+    handle = apply_activation_checkpointing(model, every_n_layers=2)
+    assert [layer.name for layer in handle.selection.layers] == ["blocks.0", "blocks.2"]
+    model(torch.randn(2, 8)).sum().backward()
+    assert [len(block.calls) for block in model.blocks] == [2, 1, 2, 1]
     with torch.no_grad():
-        model.eval()(torch.randn(2, 8))
-    assert [list(block.calls) for block in model.blocks] == [[False]] * 3
+        model(torch.randn(2, 8))
+    assert [len(block.calls) for block in model.blocks] == [3, 2, 3, 2]
 
 
-@pytest.mark.parametrize("by", ["torch", "us"])
-def test_forward_hooks_inside_of_a_layer_fire_in_both_runs_as_with_torchs_checkpoint(by):
-    block = Net(num_blocks=1).blocks[0]
-    if by == "us":
-        apply_activation_checkpointing(nn.ModuleList([block]), layers="Block")
-    run = block if by == "us" else partial(torch_checkpoint, block, use_reentrant=False)
-    fired = []
-    block.up.register_forward_pre_hook(lambda *_: fired.append("pre"))
-    block.up.register_forward_hook(lambda *_: fired.append("post"))
-    block.up.register_full_backward_hook(lambda *_: fired.append("backward"))
-    run(torch.randn(2, 8, requires_grad=True)).sum().backward()
-    assert fired == ["pre", "post", "pre", "post", "backward"]
+def test_hooks_of_the_layer_fire_once_and_those_inside_in_both_runs():
+    model = Net(num_blocks=1)
+    block, fired = model.blocks[0], []
+    apply_activation_checkpointing(model, layers="Block")
+    for module, name in ((block, "outer"), (block.up, "inner")):
+        module.register_forward_pre_hook(lambda *_, name=name: fired.append(f"{name} pre"))
+        module.register_forward_hook(lambda *_, name=name: fired.append(f"{name} post"))
+        module.register_full_backward_hook(lambda *_, name=name: fired.append(f"{name} backward"))
+    model(torch.randn(2, 8, requires_grad=True)).sum().backward()
+    inner = ["inner pre", "inner post"]
+    assert fired == ["outer pre", *inner, "outer post", *inner, "inner backward", "outer backward"]
 
 
 # --- the module the user knows ---
 
 
-def test_names_classes_and_isinstance_stay():
+def test_the_module_is_the_one_the_user_knows_and_undo_leaves_no_trace():
     plain, model = Net(), Net()
-    apply_activation_checkpointing(model)
+    before = describe_module(model)
+    handle = apply_activation_checkpointing(model)
+    assert describe_module(model) != before
     assert list(model.state_dict()) == list(plain.state_dict())
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert all(isinstance(block, Block) for block in model.blocks)
     assert repr(model) == repr(plain)
+    for _ in range(2):
+        handle.remove()
+        assert describe_module(model) == before
 
 
 @pytest.mark.parametrize("make_twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-@pytest.mark.parametrize("make_net", [Net, TinyCNN], ids=["blocks", "stages"])
-def test_a_copy_is_a_plain_module_that_stands_alone(make_twin, make_net):
-    model = make_net()
+def test_a_copy_is_a_plain_module_that_stands_alone(make_twin):
+    model = Net()
     before = describe_module(model)
     apply_activation_checkpointing(model)
     twin = make_twin(model)
     assert describe_module(twin) == before
-    inputs = torch.randn(2, 8) if make_net is Net else torch.randn(2, 3, 8, 8)
-    twin(inputs).sum().backward()
+    twin(torch.randn(2, 8)).sum().backward()
     assert all(p.grad is not None for p in twin.parameters())
     assert all(p.grad is None for p in model.parameters())
     apply_activation_checkpointing(twin)
@@ -419,7 +405,7 @@ def test_a_compiled_submodule_is_checkpointed_inside():
 
 
 def test_under_torch_func_layers_run_plain():
-    model = Net(Keywords, num_blocks=2).eval()
+    model = Net(num_blocks=2).eval()
     parameters = dict(model.named_parameters())
     hidden = torch.randn(4, 8)
 
@@ -439,17 +425,8 @@ def test_under_torch_func_layers_run_plain():
     ids=["buffer it reads", "batch norm", "spectral norm"],
 )
 def test_compiled_layers_that_may_read_what_they_wrote_are_left_plain(make_block, is_left_plain):
-    def train_compiled(*, checkpoint: bool) -> nn.Module:
-        torch.manual_seed(0)
-        model = Net(make_block, num_blocks=2)
-        for block in model.blocks:
-            block.calls = None
-            block.forward = partial(type(block).forward, block)  # without the counting
-        if checkpoint:
-            apply_activation_checkpointing(model)
-        return model
-
-    model = train_compiled(checkpoint=True)
+    model = Net(make_block, num_blocks=2)
+    apply_activation_checkpointing(model)
     states = [vars(block)["_activation_checkpointing"] for block in model.blocks]
     assert [not state.is_compilable for state in states] == [is_left_plain] * 2
 

