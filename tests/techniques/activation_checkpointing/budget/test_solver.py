@@ -114,25 +114,22 @@ def budgets(profile: StepProfile) -> list[int]:
     return [minimum, *(minimum + int((plain - minimum) * share) for share in SHARES), plain]
 
 
-@pytest.mark.slow_except("two-few", "four-few")
-@pytest.mark.parametrize("seeds", [pytest.param(range(5), id="few"), pytest.param(range(5, 60), id="many")])
 @pytest.mark.parametrize(
     ("num_layers", "max_operators"),
     [pytest.param(1, 5, id="one"), pytest.param(2, 4, id="two"), pytest.param(4, 2, id="four")],
 )
-def test_the_plan_is_as_cheap_as_any(num_layers: int, max_operators: int, seeds: range) -> None:
+def test_the_plan_is_as_cheap_as_any(num_layers: int, max_operators: int) -> None:
     """Of all plans there are; in small models with operators of any size the mean counts."""
     excesses = []
-    for seed in seeds:
+    for seed in range(5):
         profile = draw_step(seed, num_layers, max_operators)
         excesses += [excess(profile, budget_bytes) for budget_bytes in budgets(profile)]
 
     assert sum(excesses) / len(excesses) < 0.005
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_twelve_layers_of_no_operators_get_the_best_plan_of_all(seed: int) -> None:
-    profile = draw_step(seed, 12, 0)
+def test_twelve_layers_of_no_operators_get_the_best_plan_of_all() -> None:
+    profile = draw_step(0, 12, 0)
 
     assert all(abs(excess(profile, budget_bytes)) < 1e-9 for budget_bytes in budgets(profile)[1::2])
 
@@ -152,25 +149,15 @@ def draw_repeated(seed: int) -> StepProfile:
     return step(calls, base_live_bytes + 3)
 
 
-@pytest.mark.slow_except("few")
-@pytest.mark.parametrize("seeds", [pytest.param(range(5), id="few"), pytest.param(range(5, 40), id="many")])
-def test_calls_in_a_row_share_a_decision_and_the_plan_is_as_cheap_as_any(seeds: range) -> None:
-    profiles = [draw_repeated(seed) for seed in seeds]
-
-    excesses = [excess(profile, budget_bytes) for profile in profiles for budget_bytes in budgets(profile)]
-
-    assert sum(excesses) / len(excesses) < 0.01
-
-
-def interleave(profile: StepProfile) -> StepProfile:
+def draw_turns(seed: int) -> StepProfile:
     """Two views through the same layers, as in contrastive training."""
+    profile = draw_step(seed, 3, 2)
     return step([*profile.calls, *profile.calls], profile.base_total_bytes)
 
 
-@pytest.mark.slow_except("few")
-@pytest.mark.parametrize("seeds", [pytest.param(range(5), id="few"), pytest.param(range(5, 40), id="many")])
-def test_plans_for_layers_that_take_turns_fit_and_are_nearly_as_cheap(seeds: range) -> None:
-    profiles = [interleave(draw_step(seed, 3, 2)) for seed in seeds]
+@pytest.mark.parametrize("draw", [draw_repeated, draw_turns])
+def test_calls_of_a_layer_share_a_decision_and_the_plan_is_as_cheap_as_any(draw) -> None:
+    profiles = [draw(seed) for seed in range(5)]
 
     excesses = [excess(profile, budget_bytes) for profile in profiles for budget_bytes in budgets(profile)]
 
@@ -193,10 +180,9 @@ def transformer(num_layers: int, unit_bytes: int = MIB) -> StepProfile:
     return step(calls, unit_bytes * (num_layers + 4))
 
 
-@pytest.mark.parametrize("share", [0.75, 0.5, 0.3])
-def test_a_deep_transformer_uses_its_budget(share: float) -> None:
+def test_a_deep_transformer_uses_its_budget() -> None:
     profile = transformer(100)
-    budget_bytes = int(peak_of(profile, None) * share)
+    budget_bytes = peak_of(profile, None) // 2
 
     plan = solve(profile, budget_bytes)
 
@@ -235,12 +221,6 @@ def test_what_is_kept_without_being_saved_counts_in_the_backward_too() -> None:
     assert predict_peak(profile, {"a": frozenset({0})}) == 1 + 10 + 4
     assert solve(profile, 14).decisions == {"a": frozenset()}
     assert solve(profile, 15).decisions == {"a": None}
-
-
-def test_costs_that_are_no_whole_numbers_are_compared_exactly() -> None:
-    profile = step(CallProfile(str(i), 0, 10, 0.1 * (i + 1)) for i in range(3))
-
-    assert list(solve(profile, 20).decisions.values()) == [frozenset(), None, None]
 
 
 def test_a_step_without_layers_is_its_base() -> None:
@@ -283,10 +263,8 @@ def draw_mixtures(num_layers: int, num_operators: int) -> StepProfile:
     return step(calls, 10**6 * num_layers)
 
 
-@pytest.mark.slow_except("40-60")
-@pytest.mark.parametrize(("num_layers", "num_operators"), [(40, 60), (200, 64), (200, 1)])
-def test_thousands_of_different_operators_fill_the_budget(num_layers, num_operators) -> None:
-    profile = draw_mixtures(num_layers, num_operators)
+def test_thousands_of_different_operators_fill_the_budget() -> None:
+    profile = draw_mixtures(40, 60)
 
     plan = solve(profile, peak_of(profile, None) // 2)
 
@@ -312,11 +290,9 @@ def draw_offloadable(seed: int) -> StepProfile:
     return replace(step(calls, drawn.base_total_bytes), staying_bytes=staying_bytes, largest_bytes=rng.choice([0, 3]))
 
 
-@pytest.mark.slow_except("few")
-@pytest.mark.parametrize("seeds", [pytest.param(range(6), id="few"), pytest.param(range(6, 60), id="many")])
-def test_with_offloading_plans_fit_and_recompute_less(seeds: range) -> None:
+def test_with_offloading_plans_fit_and_recompute_less() -> None:
     num_offloaded = 0
-    for seed in seeds:
+    for seed in range(6):
         profile = draw_offloadable(seed)
         offload_bytes = peak_of(profile, None) // random.Random(seed).choice([1, 2, 4])
         for budget_bytes in budgets(profile):
@@ -336,22 +312,13 @@ def test_what_the_bus_carries_is_not_recomputed() -> None:
     profile = replace(transformer(12), largest_bytes=4 * MIB)
     budget_bytes = peak_of(profile, None) // 2
 
-    plan = solve(profile, budget_bytes, 400 * MIB)
+    plans = [solve(profile, budget_bytes, num_bytes * MIB) for num_bytes in (0, 40, 80, 400)]
 
-    assert set(plan.decisions.values()) == {None}
-    assert 0 < plan.offloaded_bytes < 150 * MIB
-    assert plan.peak_bytes <= budget_bytes
-    assert "\noffloaded       " in plan.table
-
-
-def test_a_little_bus_saves_a_little_recomputation() -> None:
-    profile = replace(transformer(12), largest_bytes=4 * MIB)
-    budget_bytes = peak_of(profile, None) // 2
-
-    costs = [solve(profile, budget_bytes, num_bytes * MIB).recompute_share for num_bytes in (0, 40, 80, 160)]
-
-    assert costs == sorted(costs, reverse=True)
+    costs = [plan.recompute_share for plan in plans]
     assert costs[0] > costs[1] > costs[2] > costs[3] == 0
+    assert 0 < plans[3].offloaded_bytes < 150 * MIB
+    assert plans[3].peak_bytes <= budget_bytes
+    assert "\noffloaded       " in plans[3].table
 
 
 def test_offloading_reaches_budgets_that_recomputation_does_not() -> None:

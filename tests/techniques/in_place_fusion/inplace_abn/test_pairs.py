@@ -1,7 +1,6 @@
 """Linked pairs train as the plain modules do, keep one map a stage, and leave no trace."""
 
 import copy
-import io
 import pickle
 import re
 
@@ -76,20 +75,17 @@ def assert_equal_training(ours: nn.Module, plain: nn.Module, x: Tensor, num_step
 
 
 KINDS = {
-    "leaky": {},
     "leaky in place": {"activation": nn.LeakyReLU(0.2, inplace=True)},
     "elu": {"activation": nn.ELU(0.5)},
-    "elu in place": {"activation": nn.ELU(inplace=True)},
     "not affine": {"affine": False},
     "cumulative": {"momentum": None},
     "not tracked": {"track_running_stats": False},
 }
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_is_that_of_the_plain_chain(kind, training):
-    plain = make_chain(**KINDS[kind]).double().train(training)
+def test_training_is_that_of_the_plain_chain(kind):
+    plain = make_chain(**KINDS[kind]).double()
     ours = copy.deepcopy(plain)
     handle = link(ours)
     assert_equal_training(ours, plain, image().double())
@@ -118,18 +114,6 @@ def test_the_chain_keeps_seven_maps_instead_of_nineteen_or_thirteen():
         assert tracker.timeline.saved_for_backward_bytes == expected - x.nbytes + scalars_bytes
 
 
-def test_a_forward_that_was_interrupted_is_noticed_and_changes_no_result():
-    plain = make_chain(1).double()
-    ours = copy.deepcopy(plain)
-    handle = link(ours)
-    for model in (ours, plain):
-        model[1](image().double().requires_grad_())
-    assert_equal_training(ours, plain, image().double())
-    assert handle.pairs[0].end_step()
-    loss_of(ours, image().double())
-    assert not handle.pairs[0].end_step()
-
-
 def test_an_output_that_misses_its_activation_is_an_error_and_not_a_wrong_result():
     chain = make_chain(1)
     link(chain)
@@ -145,70 +129,39 @@ def test_an_output_that_misses_its_activation_is_an_error_and_not_a_wrong_result
     assert chain[2](alias) is alias
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointed_around_it_the_gradient_stays(use_reentrant):
+def test_checkpointed_around_it_the_gradient_stays():
     plain = make_chain().double()
     ours = copy.deepcopy(plain)
     link(ours)
     x = image().double().requires_grad_()
     gradients = []
     for model in (plain, ours):
-        checkpoint(model, x, use_reentrant=use_reentrant).square().sum().backward()
+        checkpoint(model, x, use_reentrant=False).square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
-@pytest.mark.parametrize("part", ["whole", "norm", "activation"])
-def test_compiled_in_whole_or_in_part_it_breaks_the_graph_and_stays_right(part):
-    plain = make_chain(2).double()
+def test_compiled_it_breaks_the_graph_and_stays_right():
+    plain = make_chain(1).double()
     ours = copy.deepcopy(plain)
     handle = link(ours)
-    norm = ours[1]
-    if part == "whole":
-        ours.compile(backend="aot_eager")
-    else:
-        ours[1 if part == "norm" else 2].compile(backend="aot_eager")
-    for _ in range(2):
-        loss, expected = loss_of(ours, image().double()), loss_of(plain, image().double())
-        assert torch.equal(loss, expected)
-        loss.backward()
-        expected.backward()
-    assert vars(norm)["_invertible_norms"].num_forwards == 2
+    ours.compile(backend="eager")
+    assert_equal_training(ours, plain, image().double(), num_steps=2)
+    assert vars(ours[1])["_invertible_norms"].num_forwards == 2
     assert num_off(handle) == 0
-    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
-    assert_equal_weights(ours, plain)
 
 
-def test_copies_and_pickles_are_plain_modules():
-    chain = make_chain()
-    plain = describe_module(chain)
-    keys = list(chain.state_dict())
-    link(chain)
-    assert list(chain.state_dict()) == keys
-    assert [name for name, _ in chain.named_parameters()] == [name for name, _ in make_chain().named_parameters()]
-    file = io.BytesIO()
-    torch.save(chain, file)
-    file.seek(0)
-    loss_of(chain, image())
-    for other in (
-        copy.deepcopy(chain),
-        copy.copy(chain[1]),
-        pickle.loads(pickle.dumps(chain)),
-        torch.load(file, weights_only=False),
-    ):
-        assert describe_module(other) == (plain if len(list(other.modules())) > 1 else describe_module(make_chain()[1]))
-
-
-def test_the_undo_leaves_no_trace_and_a_second_run_works():
+def test_copies_and_pickles_are_plain_modules_and_the_undo_leaves_no_trace():
     chain = make_chain().double()
-    plain = copy.deepcopy(chain)
-    before = describe_module(chain)
+    plain, before = copy.deepcopy(chain), describe_module(chain)
     for _ in range(2):
         handle = link(chain)
+        assert list(chain.state_dict()) == list(plain.state_dict())
         assert str(chain) == str(plain)
+        for twin in (copy.deepcopy(chain), pickle.loads(pickle.dumps(chain))):
+            assert describe_module(twin) == before
         assert_equal_training(chain, plain, image().double(), num_steps=1)
         handle.remove()
         handle.remove()

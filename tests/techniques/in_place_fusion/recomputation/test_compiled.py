@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 from lightning_vram.techniques.in_place_fusion.recomputation import apply_compiled_recomputation
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -19,12 +18,8 @@ MAP = BATCH * WIDTH * 4
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.act, self.down = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 4 * WIDTH),
-            nn.GELU(),
-            nn.Linear(4 * WIDTH, WIDTH),
-        )
+        self.norm, self.act = nn.LayerNorm(WIDTH), nn.GELU()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.act(self.up(self.norm(x))))
@@ -50,8 +45,7 @@ def step(model: nn.Module, x: Tensor) -> tuple[int, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
-def test_a_compiled_block_keeps_its_input_and_what_the_first_product_made(backend: str) -> None:
+def test_a_compiled_block_keeps_its_input_and_what_the_first_product_made() -> None:
     """Per block: plain keeps x, norm, up and act, 1 + 1 + 4 + 4 maps; ours x and up, 1 + 4; the loss keeps one more."""
     x, kept = torch.randn(BATCH, WIDTH), []
     models = [make(), make()]
@@ -59,7 +53,7 @@ def test_a_compiled_block_keeps_its_input_and_what_the_first_product_made(backen
     assert len(handle.modules) == 4
     for model in models:
         torch._dynamo.reset()
-        num_maps, _ = step(torch.compile(model, backend=backend, fullgraph=True), x)
+        num_maps, _ = step(torch.compile(model, backend="aot_eager", fullgraph=True), x)
         kept.append(num_maps)
     assert kept == [21, 11]
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
@@ -78,14 +72,3 @@ def test_eager_code_and_what_was_removed_runs_as_it_did() -> None:
     handle.remove()
     assert [type(module) for module in model.modules()] == classes
     assert "_compiled_recomputation" not in vars(model[0].norm)
-
-
-def test_inside_checkpointed_layers_that_are_compiled_gradients_are_the_same() -> None:
-    x, models = torch.randn(BATCH, WIDTH), [make(), make()]
-    apply_compiled_recomputation(models[1])
-    apply_activation_checkpointing(models[1], layers="Block")
-    for model in models:
-        torch._dynamo.reset()
-        step(torch.compile(model, backend="aot_eager", fullgraph=True), x)
-    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.memory.tracking.tracker import track_memory
@@ -94,41 +93,26 @@ def image(*shape: int, **kwargs: Any) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu_": lambda x: F.relu(x, inplace=True),
-    "relu6": nn.ReLU6(),
-    "relu6_": nn.ReLU6(inplace=True),
     "silu": F.silu,
     "silu_": lambda x: F.silu(x, inplace=True),
     "gelu": F.gelu,
     "gelu_tanh": nn.GELU(approximate="tanh"),
-    "hardswish": F.hardswish,
-    "hardswish_": lambda x: F.hardswish(x, inplace=True),
     "hardsigmoid": F.hardsigmoid,
-    "hardtanh": F.hardtanh,
     "leaky": nn.LeakyReLU(0.1),
     "leaky_": nn.LeakyReLU(0.1, inplace=True),
-    "elu": F.elu,
-    "celu": F.celu,
-    "selu": F.selu,
     "mish": F.mish,
     "softplus": F.softplus,
-    "softshrink": F.softshrink,
-    "hardshrink": F.hardshrink,
-    "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
-    "logsigmoid": F.logsigmoid,
-    "threshold": lambda x: F.threshold(x, 0.1, 0.2),
     "prelu": nn.PReLU(C),
     "glu": lambda x: F.glu(torch.cat([x, x * 2], 1), 1),
     "rrelu": F.rrelu,
     "dropout": lambda x: F.dropout(F.silu(x), 0.3),
     "dropout_": lambda x: F.dropout(x * 2, 0.3, inplace=True),
-    "dropout2d": lambda x: F.dropout2d(F.silu(x), 0.3),
     "alpha_dropout": lambda x: F.alpha_dropout(F.silu(x), 0.3),
     "softmax": lambda x: x.softmax(1),
     "by hand": lambda x: x * torch.sigmoid(x) + x.clamp(-1, 1) / (1 + x.abs()),
     "pad and pool": lambda x: F.max_pool2d(F.pad(F.silu(x), (1, 1, 1, 1)), 3, 1),
     "average": lambda x: F.silu(x) * F.adaptive_avg_pool2d(x, 1).sigmoid(),
-    "upsample": lambda x: F.interpolate(F.avg_pool2d(F.silu(x), 2), scale_factor=2, mode="bilinear"),
     "mask": lambda x: F.silu(x).masked_fill(x < 0.2, 0.0),
     "views": lambda x: F.silu(x).flatten(1).view_as(x).transpose(2, 3),
 }
@@ -136,21 +120,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "momentum": lambda: nn.BatchNorm2d(C, momentum=None),
     "no affine": lambda: nn.BatchNorm2d(C, affine=False),
-    "no statistics": lambda: nn.BatchNorm2d(C, track_running_stats=False),
     "evaluation": lambda: nn.BatchNorm2d(C).eval(),
     "instance": lambda: nn.InstanceNorm2d(C, affine=True, track_running_stats=True),
     "group": lambda: nn.GroupNorm(2, C),
     "layer": lambda: nn.LayerNorm([C, 8, 8]),
-    "rms": lambda: nn.RMSNorm([8]),
-    "local response": lambda: nn.LocalResponseNorm(3),
 }
 
 
-@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_activation_gives_the_same_bits(name: str) -> None:
-    activation = ACTIVATIONS[name]
-    check(Net(activation), image())
+    check(Net(ACTIVATIONS[name]), image())
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -158,10 +137,11 @@ def test_every_norm_gives_the_same_bits(name: str) -> None:
     check(Net(F.silu, NORMS[name]()), image())
 
 
-@pytest.mark.parametrize("name", ["relu", "relu_", "silu", "leaky_", "dropout", "mask"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_other_dtypes_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    check(Net(ACTIVATIONS[name]).to(dtype), image().to(dtype))
+@pytest.mark.parametrize("name", ["relu_", "dropout", "pad and pool"])
+def test_other_dtypes_and_layouts_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    form = {"dtype": dtype, "memory_format": torch.channels_last}
+    check(Net(ACTIVATIONS[name]).to(**form), image().to(**form))
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
@@ -183,15 +163,6 @@ def test_dropout_is_kept_as_bits_or_drawn_again(dropout: Any, function: Callable
     net = Net(lambda x: function(F.silu(x)))
     engine = lambda module: Recomputation(module, min_bytes=0, dropout=dropout, verify="never")  # noqa: E731
     check(net, image(), engine=engine)
-
-
-def test_replayed_dropout_leaves_the_generator_where_it_was() -> None:
-    net = Net(lambda x: F.dropout(F.silu(x), 0.4))
-    with Recomputation(net, min_bytes=0, dropout="replay"):
-        loss = net(image()).mean()
-    state = torch.get_rng_state()
-    loss.backward()
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_mask_costs_one_bit_per_element() -> None:
@@ -235,7 +206,7 @@ def test_nested_checkpoints_give_the_same_bits(use_reentrant: bool) -> None:
     check(Outer(), image())
 
 
-def test_other_hooks_inside_win_and_hooks_around_are_left_alone() -> None:
+def test_other_hooks_inside_win() -> None:
     def inside(module: nn.Module) -> Tensor:
         x = F.silu(module.first(image()))
         with torch.autograd.graph.save_on_cpu():
@@ -243,18 +214,6 @@ def test_other_hooks_inside_win_and_hooks_around_are_left_alone() -> None:
         return module.last(F.silu(x)).square().mean()
 
     check(Net(), step=inside)
-
-    def around(module: nn.Module) -> Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            return module(image()).square().mean()
-
-    plain, ours = Net(F.silu), None
-    ours = copy.deepcopy(plain)
-    around(plain).backward()
-    with torch.autograd.graph.save_on_cpu(), Recomputation(ours, min_bytes=0):
-        loss = ours(image()).square().mean()
-    loss.backward()
-    assert torch.equal(plain.first.weight.grad, ours.first.weight.grad)
 
 
 def test_shared_modules_residuals_and_parametrisations_give_the_same_bits() -> None:
@@ -310,12 +269,9 @@ def test_what_autograd_refuses_is_refused_and_what_it_allows_is_equal(name: str)
     plain = randomise(MutatingNet(MUTATIONS[name]))
     ours = copy.deepcopy(plain)
     outcome: list[Any] = []
-    for module, recomputation in ((plain, None), (ours, Recomputation(ours, min_bytes=0))):
-        if recomputation is None:
+    for module, context in ((plain, contextlib.nullcontext()), (ours, Recomputation(ours, min_bytes=0))):
+        with context:
             loss = module(image()).square().mean()
-        else:
-            with recomputation:
-                loss = module(image()).square().mean()
         try:
             loss.backward()
             outcome.append([loss, *(p.grad for p in module.parameters() if p.grad is not None)])
@@ -328,17 +284,13 @@ def test_what_autograd_refuses_is_refused_and_what_it_allows_is_equal(name: str)
 
 
 def test_a_write_between_forward_and_backward_is_refused_where_autograd_refuses_it() -> None:
-    for overwrite in (True, False):
-        x = torch.randn(8, 8, requires_grad=True)
-        with Recomputation(min_bytes=0):
-            y = F.silu(x * 2)
-            loss = (y @ y.t()).sum()
-        if overwrite:
-            y.detach().zero_()
-            with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .*expected version 0 instead"):
-                loss.backward()
-        else:
-            loss.backward()
+    x = torch.randn(8, 8, requires_grad=True)
+    with Recomputation(min_bytes=0):
+        y = F.silu(x * 2)
+        loss = (y @ y.t()).sum()
+    y.detach().zero_()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .*expected version 0 instead"):
+        loss.backward()
 
 
 def test_a_source_overwritten_between_forward_and_backward_is_refused() -> None:
@@ -380,11 +332,8 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
     gc.collect()
     gc.disable()
     try:
-        try:
-            with recomputation:
-                net(image())
-        except KeyError:
-            pass
+        with contextlib.suppress(KeyError), recomputation:
+            net(image())
         assert tensors[0]() is None
     finally:
         gc.enable()
@@ -493,8 +442,6 @@ def test_a_kernel_that_gives_other_bits_the_second_time_is_found_and_its_result_
         recomputation = Recomputation(min_bytes=0)
         x = torch.randn(8, 8)
         for _ in range(2):
-            with torch.no_grad():
-                pass
             with recomputation:
                 with torch.no_grad():
                     y = operator(x)
@@ -540,12 +487,11 @@ def test_an_input_that_is_used_twice_is_not_overwritten() -> None:
     compare(program)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
-def test_weights_that_an_optimizer_moves_inside_are_read_as_they_were(kind: Any, options: dict[str, bool]) -> None:
+def test_weights_that_an_optimizer_moves_inside_are_read_as_they_were(options: dict[str, bool]) -> None:
     def program(a: Tensor, b: Tensor) -> Tensor:
         parameter = nn.Parameter(torch.ones(8, 8))
-        optimizer = kind([parameter], lr=0.5, **options)
+        optimizer = torch.optim.AdamW([parameter], lr=0.5, **options)
         first = (torch.sigmoid(parameter).repeat(2, 1) @ a).sum()
         parameter.grad = torch.ones(8, 8)
         optimizer.step()
@@ -628,12 +574,11 @@ def test_many_shapes_are_tried_a_few_times_and_then_trusted() -> None:
     assert sum(verified) == 16
 
 
-@pytest.mark.parametrize("link", [lambda x: x + 1, lambda x: x.view(8, 8)])
-def test_long_chains_end_without_an_error(link: Callable[[Tensor], Tensor]) -> None:
+def test_long_chains_end_without_an_error() -> None:
     def program(a: Tensor, b: Tensor) -> Tensor:
         x = a @ b
         for _ in range(1500):
-            x = link(x)
+            x = (x + 1).view(8, 8)
         return x.sin().sum()
 
     compare(program)
@@ -663,19 +608,6 @@ def test_results_that_nobody_saves_hold_their_inputs_for_a_few_operators_only() 
     assert len(kept) == 40
 
 
-def test_what_a_first_run_did_not_need_is_learned_when_a_later_run_needs_it() -> None:
-    net = Net(F.silu)
-    recomputation, dropped = Recomputation(net, min_bytes=0), []
-    for is_frozen in (True, False, False, False):
-        net.first.requires_grad_(not is_frozen)
-        net.norm.requires_grad_(not is_frozen)
-        with recomputation:
-            loss = net(image()).square().mean()
-        dropped.append(recomputation.report.num_dropped)
-        loss.backward()
-    assert dropped[0] < dropped[2] == dropped[3]
-
-
 def test_threads_that_overlap_leave_nothing_patched() -> None:
     before = torch.autograd.graph.disable_saved_tensors_hooks, torch.autograd._engine_run_backward
     inside, leave = threading.Event(), threading.Event()
@@ -692,40 +624,3 @@ def test_threads_that_overlap_leave_nothing_patched() -> None:
     leave.set()
     thread.join()
     assert (torch.autograd.graph.disable_saved_tensors_hooks, torch.autograd._engine_run_backward) == before
-
-
-def test_fake_tensors_are_made_again_and_taken_for_equal() -> None:
-    with FakeTensorMode():
-        net = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.SiLU(), nn.Conv2d(C, C, 3))
-        with Recomputation(net, min_bytes=0) as recomputation:
-            loss = net(torch.randn(2, 3, 8, 8)).sum()
-        loss.backward()
-    assert recomputation.report.num_dropped == recomputation.report.num_verified > 0
-    assert not recomputation.report.differing
-
-
-def test_what_was_written_through_a_view_with_gaps_comes_back_in_its_strides() -> None:
-    """Kernels round by strides: the reader must find those of the forward."""
-    seen: list[tuple[int, ...]] = []
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x * 1
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            seen.append(ctx.saved_tensors[0].stride())
-            return grad
-
-    a = torch.randn(8, 8, requires_grad=True)
-    with Recomputation(min_bytes=0, verify="never") as recomputation:
-        x = a @ a
-        loss = x.square().sum()
-        y = (x * 1.5)[:, :7]
-        F.leaky_relu_(y, 0.1)
-        loss = loss + Look.apply(y).sum()
-    loss.backward()
-    assert recomputation.report.num_dropped > 0
-    assert seen == [(8, 1)]
