@@ -10,8 +10,6 @@ from torch import Tensor, nn
 import lightning_vram
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 from lightning_vram.techniques.activation_checkpointing.save_policy import parse_save
-from lightning_vram.techniques.in_place_fusion.observed_links import Link
-from lightning_vram.techniques.in_place_fusion.policy import apply_inplace_abn
 from lightning_vram.techniques.mixed_precision.module_precision import Float32Islands, keep_norms_low
 
 NAMES = ["module", "state", "plain", "norm", "layer", "save", "function", "debug"]
@@ -77,25 +75,8 @@ def test_a_checkpointed_layer_gets_them_in_compiled_code_as_well():
         assert torch.equal(gradient, plain)
 
 
-@pytest.mark.parametrize("keyword", ["input", "x"])
-def test_a_low_norm_takes_its_input_by_the_name_of_its_class(keyword):
-    norm = nn.LayerNorm(4) if keyword == "input" else nn.RMSNorm(4)
-    keep_norms_low(norm, "cpu")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(norm(**{keyword: torch.ones(2, 4)}), norm(torch.ones(2, 4)))
 
 
-def test_an_inverted_norm_and_its_activation_take_their_input_by_keyword():
-    norm, activation, hidden = nn.BatchNorm1d(4), nn.LeakyReLU(), torch.randn(3, 4, requires_grad=True)
-
-    def compute() -> Tensor:
-        normed = norm(input=hidden * 1)
-        (gradient,) = torch.autograd.grad(activation(input=normed).square().sum(), hidden)
-        return gradient
-
-    expected = compute()
-    apply_inplace_abn([Link(norm, activation)])
-    assert torch.allclose(compute(), expected, atol=1e-5)
 
 
 def find_open_names(path: Path) -> list[str]:

@@ -95,15 +95,6 @@ class Memory(Buffer):
         return super().inner(hidden)
 
 
-class Norm(Block):
-    """Normalizes with statistics that others move."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(INNER).eval()
-
-    def inner(self, hidden: Tensor) -> Tensor:
-        return self.norm(hidden.movedim(-1, 1)).movedim(1, -1)
 
 
 class Object(Block):
@@ -127,12 +118,6 @@ class Context(Block):
         return hidden * SCALE.get()
 
 
-class Constants(Block):
-    """Makes a tensor of the default dtype, on the default device."""
-
-    def inner(self, hidden: Tensor) -> Tensor:
-        ramp = torch.arange(1.0, INNER + 1)
-        return hidden * ramp.to(hidden.dtype) / ramp.dtype.itemsize
 
 
 class Aux(Block):
@@ -201,13 +186,6 @@ def scaled(value: float) -> Iterator[None]:
         SCALE.reset(token)
 
 
-@contextmanager
-def default_dtype() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @contextmanager
@@ -282,11 +260,6 @@ ROWS = {
     "a condition with a gradient": Row(Attribute, conditions, set_to(gain=lambda: torch.zeros(INNER))),
     "a buffer is written": Row(Buffer, each(lambda block: block.gain.fill_(1)), each(lambda block: block.gain.zero_())),
     "a buffer that the block writes": Row(Memory, between=each(lambda block: block.gain.mul_(0.5))),
-    "statistics of a frozen norm": Row(
-        Norm,
-        each(lambda block: block.norm.running_mean.zero_()),
-        set_to(norm=lambda: nn.BatchNorm1d(INNER).eval().requires_grad_(False)),
-    ),
     "losses are added up in an attribute": Row(Aux, set_to(aux=lambda: torch.zeros(())), num_calls=2),
     "weights that the block itself writes": Row(MaxNorm, num_calls=2),
     "weights of another adapter": Row(
@@ -308,7 +281,6 @@ ROWS = {
     "random numbers": Row(Random, between=lambda net: torch.rand(3)),
     "random numbers of the host": Row(HostRandom, between=lambda net: (random.random(), np.random.random())),
     "autocast": Row(Block, scope=lambda net: torch.autocast("cpu", torch.bfloat16)),
-    "default dtype": Row(Constants, scope=lambda net: default_dtype()),
 }
 
 

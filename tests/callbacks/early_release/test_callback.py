@@ -1,12 +1,10 @@
 """EarlyRelease: when gradients go, who still sees them, what it refuses and tells of, and that it undoes itself."""
 
 import gc
-import weakref
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import LitTiny, TinyCNN, fail_in
 from torch import nn
@@ -85,26 +83,6 @@ def test_the_forward_peak_is_lower_by_the_bytes_of_the_gradients(fit, told):
     assert told.warnings == []
 
 
-class Remembers(Wide):
-    """Notes which batches and results of the steps before are alive when a step begins."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[weakref.ref] = []
-        self.num_alive: list[int] = []
-
-    def training_step(self, batch, batch_idx):
-        self.num_alive.append(sum(one() is not None for one in self.seen))
-        hidden = self.net[0](batch)
-        loss = self.net[1](hidden).square().mean()
-        self.seen += [weakref.ref(one) for one in (batch, hidden, loss)]
-        return loss
-
-
-def test_nothing_of_the_last_step_is_alive_in_the_next(fit):
-    assert fit(Remembers, EarlyRelease()).num_alive == NUM_BATCHES * [0]
-
-
 def test_within_a_window_nothing_is_freed(fit):
     plain = forward_peaks(fit, accumulate_grad_batches=2)
     early = forward_peaks(fit, EarlyRelease(), accumulate_grad_batches=2)
@@ -144,28 +122,6 @@ def test_every_hook_sees_the_same_gradients(same_as_baseline):
         lambda: Listening(TinyCNN()), EarlyRelease(), max_epochs=2, accumulate_grad_batches=2
     )
     assert early.heard == plain.heard
-
-
-class FailsLate(LitTiny):
-    def training_step(self, batch, batch_idx):
-        if self.global_step == 2:
-            raise RuntimeError("in the third forward")
-        return super().training_step(batch, batch_idx)
-
-
-def test_the_progress_of_a_fit_that_fails_is_saved_as_without(fit, tmp_path):
-    saved = []
-    for callbacks in ([], [EarlyRelease()]):
-        folder = tmp_path / str(len(saved))
-        with pytest.raises(RuntimeError, match="in the third forward"):
-            fit(lambda: FailsLate(TinyCNN()), *callbacks, OnExceptionCheckpoint(folder), enable_checkpointing=True)
-        saved.append(torch.load(folder / "on_exception.ckpt", weights_only=False)["loops"]["fit_loop"])
-    assert saved[0]["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["zero_grad"]["total"] == {
-        "ready": 2,
-        "started": 2,
-        "completed": 2,
-    }
-    assert saved[1] == saved[0]
 
 
 class Teaches(Listening):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.private_names.torch import innermost_hooks
@@ -131,12 +131,6 @@ def written_result(module: nn.Module, layer: Layer) -> list[Tensor]:
     return [layer.up.weight.grad]
 
 
-def without_early_stop(module: nn.Module, layer: Layer) -> list[Tensor]:
-    with set_checkpoint_early_stop(False):
-        module(make_input()).sum().backward()
-    return [layer.up.weight.grad]
-
-
 def failing_second_run(module: nn.Module, layer: Layer) -> list[Tensor]:
     loss = module(make_input()).sum()
     random_state = torch.get_rng_state()
@@ -157,7 +151,7 @@ def _fail(*_: object) -> None:
 
 
 PROGRAMS = [
-    *(backward_twice, penalty, one_gradient, backward_in_a_thread, written_result, without_early_stop),
+    *(backward_twice, penalty, one_gradient, backward_in_a_thread, written_result),
     failing_second_run,
 ]
 
@@ -273,29 +267,6 @@ def test_nothing_waits_for_the_garbage_collector(runs_backward):
             output.backward()
         del output
         assert memory() is None
-
-
-def test_two_threads_train_two_models():
-    alone = {seed: _train(seed) for seed in range(2)}
-    found: dict[int, list[Tensor]] = {}
-    threads = [threading.Thread(target=lambda seed=seed: found.update({seed: _train(seed)})) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for seed in range(2):
-        assert all(map(torch.equal, found[seed], alone[seed]))
-
-
-def _train(seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)) for _ in range(3)))
-    for parameter in layers.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator)
-    apply_activation_checkpointing(layers)
-    for _ in range(5):
-        layers(torch.randn(4, WIDTH, generator=generator)).square().sum().backward()
-    return [parameter.grad for parameter in layers.parameters()]
 
 
 def test_memory_is_that_of_torchs_checkpoint():

@@ -1,7 +1,6 @@
 """Garbage is collected at chosen steps alone, and as before afterwards."""
 
 import gc
-import os
 import weakref
 
 import pytest
@@ -49,13 +48,3 @@ def test_ending_and_going_on_twice_is_the_same_as_once():
         method()
         method()
         assert gc.isenabled() is is_automatic
-
-
-def test_processes_forked_meanwhile_collect_as_ever():
-    collection = PacedCollection(1, step=0)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if gc.isenabled() else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert not gc.isenabled()
-    collection.end()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from support.helpers import describe_module
-from support.networks import resnet50
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -79,7 +78,7 @@ def check_equal(net: nn.Sequential, x: Tensor) -> None:
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_every_convolution_gives_the_same_output_and_gradients(dims: int, option: str) -> None:
     torch.manual_seed(0)
-    check_equal(pair(CONVS[dims](4, 8, 2, **OPTIONS[option])), data(dims))
+    check_equal(pair(CONVS[dims](4, 8, 3, **OPTIONS[option])), data(dims))
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(6, affine=False), nn.SyncBatchNorm(6, eps=0.1)], ids=str)
@@ -135,17 +134,6 @@ def test_under_autocast_the_folding_is_in_float32() -> None:
     for a, b, truth in zip(ours, theirs, exact, strict=True):
         scale = float(truth.abs().max())
         assert float((a - truth).abs().max()) < 4 * max(float((b - truth).abs().max()), 1e-3 * scale)
-
-
-def test_mixed_parameters_keep_the_dtypes() -> None:
-    torch.manual_seed(0)
-    net = pair(nn.Conv2d(4, 6, 3)).bfloat16()
-    net[1].float()
-    plain, x = copy.deepcopy(net), data(2, dtype=torch.bfloat16)
-    fold(net)
-    for ours, theirs in zip(step(net, x), step(plain, x), strict=True):
-        assert ours.dtype == theirs.dtype
-        torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.05 * float(theirs.abs().max()))
 
 
 def test_copies_are_plain_modules_and_removed_it_is_the_plain_model_to_the_bit() -> None:
@@ -287,21 +275,3 @@ def test_with_recomputation_half_of_the_convolutions_outputs_are_kept_and_no_fol
     assert kept_bytes(net, x) == (1 + NUM_BLOCKS) * x.nbytes  # the input, and the activation of each block
     handle.remove()
     assert kept_bytes(net, x) == (1 + 2 * NUM_BLOCKS) * x.nbytes
-
-
-@pytest.mark.slow
-def test_of_a_resnet_less_is_kept_than_with_recomputation_alone() -> None:
-    torch.manual_seed(0)
-    net, x = resnet50()[:-1].eval(), torch.randn(2, 3, 64, 64)
-    plain = copy.deepcopy(net).double()
-    recomputed = kept_bytes(net, x)
-    links = observed_links(net, x)
-    assert len(links) == 53
-    fold_frozen_batch_norm(links)
-    folded = kept_bytes(net, x)
-    assert folded / recomputed == pytest.approx(0.851, abs=0.001)
-    net.double().zero_grad()
-    for member in (net, plain):
-        member(x.double()).sum().backward()
-    for (name, a), b in zip(net.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-8, atol=1e-10 * float(b.grad.abs().max()), msg=name)

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_vram.techniques.in_place_fusion.policy import measure_inversion_error, normalize_and_activate
-from tests.benchmarks.suites import abn_errors
 
 C = 5
 ACTIVATIONS = {"leaky": nn.LeakyReLU(0.01), "elu": nn.ELU(0.7)}
@@ -132,15 +131,6 @@ def test_an_output_changed_in_place_is_noticed():
 
 
 # --- the error of the inverse ---
-
-
-def test_the_measured_table_of_gradients_agrees():
-    """Rounding of y costs gamma's gradient what is measured, in the original formulas and in ours alike."""
-    for (gamma, dtype), row in abn_errors.measure_abn_errors(num_seeds=1).items():
-        assert row["plain"] < 1e-4, (gamma, dtype)
-        assert row["ours"] == pytest.approx(row["original"], rel=0.4)
-        if gamma < 1:
-            assert row["predicted"] / 2 < row["ours"] < 2 * row["predicted"]
 
 
 def test_the_error_grows_with_beta_over_gamma_and_nothing_comes_back_through_a_gamma_of_zero():

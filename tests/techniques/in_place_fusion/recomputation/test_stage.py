@@ -3,8 +3,6 @@
 import contextlib
 import copy
 import gc
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -319,52 +317,23 @@ def test_data_of_an_activation_overwritten_before_it_is_saved() -> None:
     check(Net(), step=step)
 
 
-def test_a_forward_that_fails_leaves_nothing_behind() -> None:
-    net = Net(F.silu)
-    tensors: list[weakref.ref[Tensor]] = []
-
-    def fail(module: nn.Module, args: Any, output: Tensor) -> None:
-        tensors.append(weakref.ref(output))
-        raise KeyError("stop")
-
-    net.other_norm.register_forward_hook(fail)
-    recomputation = Recomputation(net, min_bytes=0)
-    gc.collect()
-    gc.disable()
-    try:
-        with contextlib.suppress(KeyError), recomputation:
-            net(image())
-        assert tensors[0]() is None
-    finally:
-        gc.enable()
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-    del net.other_norm._forward_hooks[next(iter(net.other_norm._forward_hooks))]
-    check(net, image(), engine=lambda module: recomputation)
-
-
-def live_tensors() -> int:
-    return sum(issubclass(type(item), Tensor) for item in gc.get_objects())
-
-
-@pytest.mark.parametrize("backward", [True, False], ids=["backward", "no backward"])
-def test_no_tensor_is_left_alive_after_a_step(backward: bool) -> None:
+def test_no_tensor_is_left_alive_after_a_step() -> None:
     net, x = Net(lambda x: F.dropout(F.silu(x), 0.2)), image()
     recomputation = Recomputation(net, min_bytes=0)
 
     def step() -> None:
         with recomputation:
             loss = net(x).square().mean()
-        if backward:
-            loss.backward()
+        loss.backward()
         net.zero_grad()
 
     step()
     gc.collect()
     gc.disable()
     try:
-        before = live_tensors()
+        before = sum(issubclass(type(item), Tensor) for item in gc.get_objects())
         step()
-        assert live_tensors() == before
+        assert sum(issubclass(type(item), Tensor) for item in gc.get_objects()) == before
     finally:
         gc.enable()
 
@@ -478,15 +447,6 @@ def compare(program: Callable[[Tensor, Tensor], Tensor | None], *, backward_insi
             assert (a is None and b is None) or torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def test_an_input_that_is_used_twice_is_not_overwritten() -> None:
-    def program(a: Tensor, b: Tensor) -> Tensor:
-        x = a @ b
-        v = x + 1
-        return x.square().sum() + (v + torch.relu(v)).sin().sum()
-
-    compare(program)
-
-
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
 def test_weights_that_an_optimizer_moves_inside_are_read_as_they_were(options: dict[str, bool]) -> None:
     def program(a: Tensor, b: Tensor) -> Tensor:
@@ -510,19 +470,6 @@ def test_memory_that_something_else_than_an_operator_fills_is_kept() -> None:
     compare(program)
 
 
-def test_data_that_is_replaced_is_not_followed() -> None:
-    def program(a: Tensor, b: Tensor) -> Tensor:
-        x = torch.ones(8, 8)
-        y = torch.cat([x, x])
-        z = (a * 2).detach()
-        z.data = torch.full((8, 8), 3.0)
-        loss = (torch.relu(y) * b[0]).sum() + (z * a).sum()
-        x.data = torch.zeros(8, 8)
-        return loss
-
-    compare(program)
-
-
 def test_running_statistics_that_move_later_are_read_as_they_were() -> None:
     def program(a: Tensor, b: Tensor) -> Tensor:
         norm = nn.BatchNorm1d(8, affine=False).eval()
@@ -534,54 +481,9 @@ def test_running_statistics_that_move_later_are_read_as_they_were() -> None:
     compare(program)
 
 
-@pytest.mark.parametrize("scale", [0.5, 1e-60, float("inf")])
-def test_a_mask_that_is_scaled_is_scaled_once(scale: float) -> None:
-    def program(a: Tensor, b: Tensor) -> Tensor:
-        noise = torch.empty(8, 8).bernoulli_(0.5).div_(scale)
-        return ((a * noise) @ b).sum() + (a.sin() * noise).sum()
-
-    compare(program)
-
-
 @pytest.mark.parametrize("function", [lambda x: x.prod(0), lambda x: x.cumprod(0), F.silu])
 def test_a_backward_inside_runs_the_formulas_of_plain_autograd(function: Callable[[Tensor], Tensor]) -> None:
     compare(lambda a, b: function(F.silu(a @ b)).square().sum(), backward_inside=True)
-
-
-def test_buffers_may_move_between_the_step_and_its_backward() -> None:
-    net = Net(F.silu)
-    net.register_buffer("scale", torch.full((64,), 2.0))
-    grads = []
-    for recomputation in (None, Recomputation(net, min_bytes=0)):
-        net.zero_grad()
-        net.scale.fill_(2.0)
-        with recomputation if recomputation is not None else contextlib.nullcontext():
-            loss = (net(image()).flatten(2) * (net.scale * 2)).square().mean()
-        net.scale.mul_(0.5)
-        loss.backward()
-        grads.append(net.first.weight.grad)
-    assert torch.equal(*grads)
-
-
-def test_many_shapes_are_tried_a_few_times_and_then_trusted() -> None:
-    recomputation = Recomputation(min_bytes=0)
-    weight, verified = nn.Parameter(torch.randn(8, 8)), []
-    for length in range(2, 42):
-        with recomputation:
-            loss = (F.silu(torch.ones(length, 8) @ weight) @ weight).sum()
-        verified.append(recomputation.report.num_verified)
-        loss.backward()
-    assert sum(verified) == 16
-
-
-def test_long_chains_end_without_an_error() -> None:
-    def program(a: Tensor, b: Tensor) -> Tensor:
-        x = a @ b
-        for _ in range(1500):
-            x = (x + 1).view(8, 8)
-        return x.sin().sum()
-
-    compare(program)
 
 
 def test_copies_before_a_write_take_what_was_read_and_no_more() -> None:
@@ -597,30 +499,3 @@ def test_copies_before_a_write_take_what_was_read_and_no_more() -> None:
     assert tracker.timeline.peak_bytes < 60 * 1000 * 4 * 4
     loss.backward()
     assert torch.equal(weight.grad, torch.zeros_like(weight))
-
-
-def test_results_that_nobody_saves_hold_their_inputs_for_a_few_operators_only() -> None:
-    a = nn.Parameter(torch.randn(64, 64))
-    with track_memory() as tracker, Recomputation(min_bytes=0):
-        kept = [torch.cat([a @ a, a @ a]) for _ in range(40)]
-        live = tracker.timeline.live_bytes
-    assert live <= (40 * 2 + 4 * 2 + 2) * 64 * 64 * 4
-    assert len(kept) == 40
-
-
-def test_threads_that_overlap_leave_nothing_patched() -> None:
-    before = torch.autograd.graph.disable_saved_tensors_hooks, torch.autograd._engine_run_backward
-    inside, leave = threading.Event(), threading.Event()
-
-    def run() -> None:
-        with Recomputation():
-            inside.set()
-            leave.wait()
-
-    thread = threading.Thread(target=run)
-    with Recomputation():
-        thread.start()
-        inside.wait()
-    leave.set()
-    thread.join()
-    assert (torch.autograd.graph.disable_saved_tensors_hooks, torch.autograd._engine_run_backward) == before
