@@ -75,10 +75,6 @@ def test_a_checkpointed_layer_gets_them_in_compiled_code_as_well():
         assert torch.equal(gradient, plain)
 
 
-
-
-
-
 def find_open_names(path: Path) -> list[str]:
     """Functions that pass on the keywords of a layer, and have names of their own that one of them may have."""
     found = []

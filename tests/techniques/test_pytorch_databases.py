@@ -32,7 +32,6 @@ NOT_THE_SAME_TWICE = {
 """Plain runs of them differ, if not in each try."""
 
 
-
 def offloading() -> Any:
     return ActivationOffloading(min_offload_bytes=1, window_bytes=0)
 
@@ -109,5 +108,3 @@ def test_stages_change_no_bit(programs: Callable[..., Iterator[Program]], part: 
             continue
         different |= {(program.name, way) for way, stages in STAGES.items() if not is_same(run(program, stages), plain)}
     assert different == set()
-
-

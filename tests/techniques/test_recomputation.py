@@ -95,8 +95,6 @@ class Memory(Buffer):
         return super().inner(hidden)
 
 
-
-
 class Object(Block):
     """Reads an object of a class of the user's."""
 
@@ -116,8 +114,6 @@ class Global(Block):
 class Context(Block):
     def inner(self, hidden: Tensor) -> Tensor:
         return hidden * SCALE.get()
-
-
 
 
 class Aux(Block):
@@ -184,8 +180,6 @@ def scaled(value: float) -> Iterator[None]:
         yield
     finally:
         SCALE.reset(token)
-
-
 
 
 @contextmanager

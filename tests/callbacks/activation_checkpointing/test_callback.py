@@ -167,7 +167,6 @@ class OuterCheckpoint(LitTiny):
     ("make", "arguments", "options"),
     [
         (lambda: LitTiny(TinyGPT()), {"save": "matmuls"}, {"precision": "bf16-mixed"}),
-        (lambda: LitManual(TinyGPT()), {"save": "matmuls"}, {}),
         (lambda: LitTiny(TinyGPT()), {"budget": "120KiB"}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
         (lambda: LitManual(TinyGPT()), {"budget": "120KiB"}, {}),
         (lambda: OuterCheckpoint(TinyGPT()), {"budget": "120KiB"}, {}),

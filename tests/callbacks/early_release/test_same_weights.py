@@ -52,7 +52,7 @@ def compare(same_as_baseline: Callable[..., Any], case: dict[str, Any], *, is_fi
     return [counting.num_steps for counting in counts]
 
 
-@pytest.mark.slow_except("accumulation", "16-mixed", "lean weights", "MicroBatching", "fsdp_offload")
+@pytest.mark.slow_except("accumulation", "lean weights", "fsdp_offload")
 @pytest.mark.parametrize("name", CASES)
 def test_one_process(name, same_as_baseline):
     case, num_plain, num_early = CASES[name]

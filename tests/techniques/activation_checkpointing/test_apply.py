@@ -206,6 +206,12 @@ class OverwritingNet(Net):
         return super().forward(self.stem(hidden))
 
 
+def half_frozen_block() -> Block:
+    block = Block()
+    block.up.requires_grad_(False)
+    return block
+
+
 def spectral_block() -> Block:
     block = Block()
     spectral_norm(block.up)
@@ -220,6 +226,7 @@ LAYERS = {
     "batch norm": partial(Net, NormBlock),
     "spectral norm": partial(Net, spectral_block),
     "state in plain attributes": StatefulNet,
+    "frozen weights": partial(Net, half_frozen_block),
     "inputs it overwrites": OverwritingNet,
 }
 
