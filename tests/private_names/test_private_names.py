@@ -8,9 +8,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
+import lightning
 import pytest
+import torch
+import torchmetrics
 
 PACKAGE = Path(__file__).parents[2] / "lightning_vram"
 FOLDER = PACKAGE / "private_names"
@@ -127,6 +131,15 @@ def test_no_class_overrides_a_private_name_of_a_class_it_derives_from():
 class Entry(NamedTuple):
     file: str
     name: str
+    versions: str
+
+    @property
+    def library(self) -> ModuleType:
+        first = self.name.partition(".")[0]
+        by_file = {"lightning.py": lightning, "metrics.py": torchmetrics}
+        return {"torch": torch, "lightning": lightning, "torchmetrics": torchmetrics}.get(
+            first, by_file.get(self.file, torch)
+        )
 
 
 def read_tables() -> Iterator[Entry]:
@@ -142,7 +155,7 @@ def read_tables() -> Iterator[Entry]:
             assert len(parts) == 3, f"{file}: | `name` | what for | versions | without it |, got {line!r}"
             assert all(parts), line
             assert re.fullmatch(r"(\d\.\d+ )?-( \d\.\d+)?", parts[1]), f"{line!r}: versions are a range"
-            yield from (Entry(file, prefix + name) for name in re.findall(r"`([\w.]+)`", names))
+            yield from (Entry(file, prefix + name, parts[1]) for name in re.findall(r"`([\w.]+)`", names))
 
 
 ENTRIES = list(read_tables())
@@ -172,3 +185,42 @@ def test_every_private_name_that_a_file_of_the_folder_uses_is_in_its_table(path)
     own = {name for name in defined_in(path) if name not in listed}
     used = {name for _, name, _ in private_uses(path) if is_private(name)} - own
     assert sorted(used - listed) == []
+
+
+def in_range(entry: Entry) -> bool:
+    here = tuple(map(int, entry.library.__version__.split(".")[:2]))
+    since, until = (tuple(map(int, part.split("."))) if part.strip() else None for part in entry.versions.split("-"))
+    return (since is None or since <= here) and (until is None or here <= until)
+
+
+def exists(dotted: str) -> bool | None:
+    """Whether a dotted path leads somewhere; ``None`` if it begins with no module, as attributes of graph nodes do."""
+    parts = dotted.split(".")
+    if parts[0] not in LIBRARIES:
+        return None
+    value: Any = importlib.import_module(parts[0])
+    for place, part in enumerate(parts[1:], 2):
+        if isinstance(value, ModuleType) and not hasattr(value, part):
+            try:
+                importlib.import_module(".".join(parts[:place]))
+            except ImportError:
+                return False
+        if hasattr(value, part):
+            value = getattr(value, part)
+        else:
+            return isinstance(value, type) and any(part in _words(base) for base in value.__mro__)
+    return True
+
+
+@cache
+def _words(cls: type) -> frozenset[str]:
+    try:
+        return frozenset(re.findall(r"\w+", inspect.getsource(cls)))
+    except (OSError, TypeError):
+        return frozenset(dir(cls))
+
+
+def test_what_is_listed_for_this_version_is_there():
+    here = {entry.name: exists(entry.name) for entry in ENTRIES if in_range(entry)}
+    assert [name for name, is_there in here.items() if is_there is False] == []
+    assert sum(map(bool, here.values())) > 100  # of which the test knows more than that they have no path
