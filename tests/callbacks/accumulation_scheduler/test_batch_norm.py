@@ -73,11 +73,6 @@ def test_running_mean_of_a_window_moves_as_by_one_batch(fit):
     assert kept == pytest.approx((1 - (1 - (1 - MOMENTUM) ** 0.25)) ** 4 * (1 - (1 - (1 - MOMENTUM) ** 0.5)) ** 2)
 
 
-def test_cumulative_means_are_right_as_they_are(fit):
-    model = Normed()
-    fit(model, AccumulationScheduler({0: 3}))
-    assert model.net[2].momentum is None
-    assert model.net[2].num_batches_tracked == 6
 
 
 def test_the_correction_can_be_turned_off(fit):
@@ -91,11 +86,6 @@ def test_the_correction_can_be_turned_off(fit):
     assert torch.equal(model.net[0].running_mean, plain.net[0].running_mean)
 
 
-def test_many_layers_are_told_by_the_first(fit):
-    model = Normed()
-    model.net = nn.Sequential(*(nn.BatchNorm1d(2, dtype=torch.float64) for _ in range(7)))
-    names = "net.0 and 6 more"
-    assert fit(model, AccumulationScheduler({0: 2})) == [WARNING.format(names=names, statistics="corrected")]
 
 
 def test_nothing_is_said_or_done_where_nothing_accumulates_or_norms_are_frozen(fit):
@@ -111,43 +101,9 @@ def test_nothing_is_said_or_done_where_nothing_accumulates_or_norms_are_frozen(f
     assert torch.equal(frozen.net[0].running_mean, torch.zeros(2))
 
 
-class Copying(Callback):
-    def __init__(self):
-        self.found = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.found.append(copy.deepcopy(pl_module.net[0]).momentum)
 
 
-class PlantedError(RuntimeError):
-    pass
 
 
-def test_nobody_else_sees_another_momentum(fit, make_trainer):
-    model, seen = Normed(), []
-    spy = Copying()
-    model.net[0].register_forward_hook(lambda module, args, output: seen.append(module.momentum))
-    fit(model, AccumulationScheduler({0: 2}), spy)
-    assert spy.found == [MOMENTUM] * 6
-    assert seen == [1 - (1 - MOMENTUM) ** 0.5] * 6
-
-    def fail(module, args, output):
-        raise PlantedError
-
-    model.net.register_forward_hook(fail)
-    with pytest.raises(PlantedError):
-        fit(model, AccumulationScheduler({0: 2}))
-    assert model.net[0].momentum == MOMENTUM
 
 
-def test_a_momentum_that_the_model_sets_itself_stays(fit):
-    model = Normed()
-
-    def set_momentum(batch, batch_idx):
-        model.net[0].momentum = 0.5 ** (1 + batch_idx)
-        return model.net(batch).square().mean()
-
-    model.training_step = set_momentum
-    spy = Copying()
-    fit(model, AccumulationScheduler({0: 2}), spy)
-    assert spy.found == [0.5 ** (1 + batch_idx) for batch_idx in range(6)]

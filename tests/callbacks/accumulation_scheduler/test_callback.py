@@ -41,17 +41,8 @@ def test_no_gradient_of_an_old_window_is_in_a_new_one(fit):
     assert model.zeroed_at == [0, 2, 4, 6]
 
 
-def test_a_step_that_comes_in_the_middle_of_an_epoch_waits_for_no_multiple(fit):
-    model = Scalar(range(1, 13))
-    fit(model, AccumulationScheduler(by_step={0: 3, 1: 2, 2: 5}))
-    assert model.gradients == [2, 4.5, 8, 11.5]
-    assert model.zeroed_at == [0, 3, 5, 10]
 
 
-def test_schedule_by_epoch_begins_with_one(fit):
-    model = Scalar([1, 2, 3, 4])
-    fit(model, AccumulationScheduler(by_epoch={1: 2, 2: 4}), max_epochs=3)
-    assert model.gradients == [1, 2, 3, 4, 1.5, 3.5, 2.5]
 
 
 FACTORS = st.dictionaries(st.integers(0, 6), st.integers(1, 5), min_size=1, max_size=3).map(
@@ -112,13 +103,6 @@ def test_clipping_sees_the_gradient_of_the_big_batch(fit, algorithm, weight):
     assert torch.allclose(model.net.weight, plain.net.weight, rtol=0, atol=TOLERANCE)
 
 
-def test_lightning_is_off_for_unequal_numbers_of_tokens(fit):
-    """What ``weight`` is for."""
-    batches = ragged_batches(4)
-    model = Ragged(batches, "tokens")
-    expected = mean_gradient(copy.deepcopy(model), batches)
-    fit(model, accumulate_grad_batches=4)
-    assert (model.gradients[0] - expected).norm() / expected.norm() > 0.05
 
 
 @pytest.mark.parametrize("weight", [None, "tokens"])
@@ -150,14 +134,6 @@ def test_weights_that_are_all_zero_make_no_nan(fit):
     assert model.gradients == [0, 8]
 
 
-def test_a_batch_without_labels_counts_nothing(fit):
-    """Its loss is nan: the mean over no tokens."""
-    batches = ragged_batches(3)
-    batches[1]["labels"].fill_(-100)
-    model = Ragged(batches, "tokens")
-    expected = mean_gradient(copy.deepcopy(model), batches)
-    fit(model, AccumulationScheduler({0: 3}, weight="tokens"))
-    assert torch.allclose(model.gradients[0], expected, rtol=0, atol=TOLERANCE)
 
 
 class Skipping(Scalar):
@@ -214,11 +190,6 @@ def test_a_limit_ends_the_last_window(fit):
     assert model.gradients == [2.5, 5.5]
 
 
-def test_max_steps_counts_windows(fit):
-    model = Scalar(range(1, 11))
-    trainer = fit(model, AccumulationScheduler(by_step={0: 2, 2: 3}), max_steps=3, max_epochs=-1)
-    assert trainer.global_step == 3
-    assert model.gradients == [1.5, 3.5, 6]
 
 
 class Validating(Scalar):
@@ -236,12 +207,6 @@ def test_validation_in_the_middle_of_a_window_changes_nothing(fit):
 
 
 class TestSteppingBatches:
-    def test_learning_rate_has_one_value_per_step(self, fit):
-        """Lightning estimates 16 for these 2 + 8 steps."""
-        model = Scheduled(range(8))
-        trainer = fit(model, AccumulationScheduler({0: 4, 1: 1}), max_epochs=2)
-        assert model.estimate == trainer.global_step == len(model.gradients) == 10
-        assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 10
 
     @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
@@ -275,23 +240,9 @@ class TestSteppingBatches:
             fit(model, AccumulationScheduler({0: 4}), **arguments)
         assert answers == [expected]
 
-    def test_the_trainer_has_its_class_back(self, fit):
-        model = Scheduled(range(8))
-        model.on_train_start = lambda: kinds.append(type(model.trainer))
-        kinds = []
-        trainer = fit(model, AccumulationScheduler({0: 4}))
-        assert type(trainer) is pl.Trainer
-        assert trainer.estimated_stepping_batches == 8
-        (kind,) = kinds
-        assert issubclass(kind, pl.Trainer) and kind is not pl.Trainer  # noqa: PT018
-        assert (kind.__module__, kind.__qualname__) == (pl.Trainer.__module__, pl.Trainer.__qualname__)
 
 
 class TestTargetBatchSize:
-    def test_factor_follows_from_the_loader(self, fit):
-        model = Scalar(range(12), batch_size=2)
-        fit(model, AccumulationScheduler(target_batch_size=6))
-        assert model.gradients == [2.5, 8.5]
 
     @pytest.mark.parametrize(
         ("rounding", "target", "num_steps"), [("up", 7, 2), ("down", 7, 2), ("up", 8, 2), ("down", 5, 3), ("up", 1, 6)]
@@ -312,10 +263,6 @@ class TestTargetBatchSize:
         assert model.gradients == [1.5, 5.5] * 2
         assert model.zeroed_at == [0, 4, 0, 2]
 
-    def test_estimate_knows_the_factor(self, fit):
-        model = Scheduled(range(8))
-        trainer = fit(model, AccumulationScheduler(target_batch_size=4), max_epochs=2)
-        assert model.estimate == trainer.global_step == 4
 
 
 class Names(Callback):
@@ -365,17 +312,6 @@ def test_the_epoch_of_stochastic_weight_averaging_scales_nothing_again(fit):
     assert torch.equal(model.gradients[-1], model.gradients[-2])
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_batches_that_are_split_themselves_count_once(fit, is_first):
-    batches = ragged_batches(5)
-    model = Ragged(batches, "tokens")
-    plain = copy.deepcopy(model)
-    callbacks = [AccumulationScheduler({0: 3}, weight="tokens"), MicroBatching(1, weight="tokens")]
-    fit(model, *(callbacks if is_first else reversed(callbacks)))
-    optimizer = plain.configure_optimizers()
-    for gradient, window in zip(model.gradients, (batches[:3], batches[3:]), strict=True):
-        assert torch.allclose(gradient, mean_gradient(plain, window), rtol=0, atol=TOLERANCE)
-        optimizer.step()
 
 
 class Recorder(pl.loggers.CSVLogger):
@@ -423,11 +359,3 @@ def test_everything_is_put_back_and_a_second_fit_works(fit, make_trainer, place)
     assert again.gradients == [1.5, 3.5, 5]
 
 
-def test_validation_and_test_are_left_alone(make_trainer):
-    model = Validating(range(3))
-    model.test_step, model.test_dataloader = model.validation_step, model.val_dataloader
-    trainer = make_trainer(callbacks=[AccumulationScheduler({0: 2})])
-    for run in (trainer.validate, trainer.test):
-        run(model)
-        assert type(trainer) is pl.Trainer
-        assert trainer.accumulate_grad_batches == 1

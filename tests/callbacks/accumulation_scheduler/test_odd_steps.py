@@ -153,11 +153,6 @@ class Bypassing(Scalar):
         self.gradients.append(self.weight.grad.item())
 
 
-class InTwo(Scalar):
-    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
-        optimizer_closure()
-        if batch_idx < 3:
-            optimizer.step()
 
 
 def test_gradients_of_a_step_past_the_strategy_are_right(fit):
@@ -166,10 +161,6 @@ def test_gradients_of_a_step_past_the_strategy_are_right(fit):
     assert model.gradients == pytest.approx([(1 + 4) / 3, (9 + 16) / 7, 5], abs=TOLERANCE)
 
 
-def test_a_step_that_calls_the_closure_first_or_no_step_is_all_right(fit):
-    model = InTwo([3, 5, 7, 9])
-    fit(model, AccumulationScheduler({0: 2}, weight=lambda batch: batch - 2))
-    assert model.gradients == [(3 * 1 + 5 * 3) / 4]
 
 
 class SharpnessAware(Scalar):

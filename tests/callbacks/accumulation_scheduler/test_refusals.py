@@ -84,21 +84,12 @@ def test_refuses(arguments, error, message):
     assert str(caught.value) == message
 
 
-def test_the_callers_dict_stays_as_it_is():
-    factors = {1: 2}
-    callback = AccumulationScheduler(by_epoch=factors)
-    factors[0] = 4
-    assert callback._schedule.factor(0, 0) == 1
-    assert factors == {1: 2, 0: 4}
 
 
 class Manual(Scalar):
     automatic_optimization = False
 
 
-class LateManual(Scalar):
-    def configure_model(self):
-        self.automatic_optimization = False
 
 
 class TakesIterator(Scalar):
@@ -262,17 +253,8 @@ def test_a_target_that_cannot_be_met_is_refused_before_the_first_batch(make_trai
     assert module.gradients == []
 
 
-def test_lbfgs_alone_is_all_right(make_trainer):
-    weighted = AccumulationScheduler(by_step={0: 1}, weight=lambda batch: 3.0)
-    models = [WithLBFGS([1.0, 2.0]) for _ in range(2)]
-    for model, callbacks in zip(models, ([weighted], []), strict=True):
-        model.training_step = lambda batch, batch_idx, model=model: ((model.weight - batch) ** 2).mean()
-        make_trainer(callbacks=callbacks, limit_val_batches=0).fit(model)
-    assert torch.allclose(models[0].weight, models[1].weight, rtol=0, atol=1e-12)
 
 
-def weigh(batch):
-    return 1.0
 
 
 @pytest.mark.filterwarnings(
@@ -285,28 +267,11 @@ class TestCommandLine:
         (callback,) = (c for c in cli.trainer.callbacks if isinstance(c, AccumulationScheduler))
         return callback
 
-    def test_the_configuration_file_makes_a_schedule(self):
-        callback = self.parse()
-        assert (callback._schedule.starts, callback._schedule.factors) == ((0, 2), (2, 4))
 
     @pytest.mark.parametrize("text", ["{0: 2, 9: 3}", '{"0": 2, "9": 3}'])
     def test_keys_are_numbers_however_they_are_written(self, text):
         callback = self.parse("--trainer.callbacks.init_args.by_epoch", text)
         assert (callback._schedule.starts, callback._schedule.factors) == ((0, 9), (2, 3))
 
-    def test_a_function_is_named_by_its_path(self):
-        callback = self.parse("--trainer.callbacks.init_args.weight", f"{__name__}.weigh")
-        assert callback.weight is weigh
 
 
-def test_a_copy_is_not_part_of_a_run(make_trainer):
-    callback = AccumulationScheduler({0: 2}, weight="samples")
-    copies = []
-    model = Scalar([[1.0], [2.0], [3.0]])
-    model.on_train_batch_end = lambda *args: copies.append(copy.deepcopy(callback))
-    make_trainer(callbacks=[callback], limit_val_batches=0, max_epochs=1).fit(model)
-    assert len(copies) == 3
-    assert all(twin.state_dict() == {} for twin in copies)
-    again = Scalar([[1.0], [2.0], [3.0]])
-    make_trainer(callbacks=[copies[1]], limit_val_batches=0, max_epochs=1).fit(again)
-    assert again.gradients == [1.5, 3]

@@ -44,30 +44,10 @@ def test_the_number_of_steps_and_the_first_factor_are_known_from_setup_on(make_t
     assert trainer.accumulate_grad_batches == 1
 
 
-@pytest.mark.filterwarnings("ignore:Total length of `")
-@pytest.mark.parametrize("schedule", [{"by_epoch": {0: 4}}, {"by_step": {0: 2, 3: 4}}], ids=["by_epoch", "by_step"])
-def test_an_empty_loader_makes_no_steps(make_trainer, schedule):
-    model = Asking([])
-    make_trainer(callbacks=[AccumulationScheduler(**schedule)], limit_val_batches=0, max_epochs=1).fit(model)
-    assert model.estimates[0] == 0
 
 
-class Pickling(Scalar):
-    """As worker processes that are spawned do."""
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.copies = [pickle.loads(pickle.dumps(self.trainer)), copy.deepcopy(self.trainer)]
 
 
-def test_a_copy_of_a_trainer_that_runs_is_a_plain_one(make_trainer):
-    model = Pickling(range(1, 4))
-    make_trainer(callbacks=[AccumulationScheduler({0: 2})], limit_val_batches=0, max_epochs=1).fit(model)
-    for twin in model.copies:
-        assert type(twin) is pl.Trainer
-        loop = twin.fit_loop.epoch_loop
-        assert loop._accumulated_batches_reached.__self__ is loop
-        assert loop.automatic_optimization.run.__self__ is loop.automatic_optimization
-    assert model.gradients == [1.5, 3]
 
 
 class Tuned(Scalar):
@@ -105,17 +85,6 @@ def test_a_search_for_a_learning_rate_accumulates(make_trainer, tmp_path, schedu
     assert len(finder.optimal_lr.results["lr"]) == len(finder.optimal_lr.results["loss"]) > 0
 
 
-@pytest.mark.filterwarnings("ignore:.*suggestion", "ignore:.*not enough points")
-def test_a_tuner_accumulates_and_the_fit_after_it_begins_anew(make_trainer, tmp_path):
-    model = Tuned(torch.linspace(0, 1, 80))
-    trainer = make_trainer(
-        callbacks=[AccumulationScheduler({0: 4})], limit_val_batches=0, max_epochs=1, default_root_dir=tmp_path
-    )
-    Tuner(trainer).lr_find(model, num_training=5, early_stop_threshold=None)
-    assert model.events == "mmmmS" * 5
-    assert type(trainer) is pl.Trainer
-    trainer.fit(model)
-    assert model.events == "mmmmS" * 25
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -192,12 +192,6 @@ def test_the_precision_gives_way_to_a_plugin_for_the_fit(make_trainer):
     assert peak_of(monitors[1]) <= budget
 
 
-def test_manual_optimization(make_trainer):
-    class Manual(LitManual):
-        pass
-
-    plain = fit(make_trainer, model=lambda: Manual(TinyCNN()))
-    assert_equal_weights(plain, fit(make_trainer, AutoVRAM(0.9), model=lambda: Manual(TinyCNN())))
 
 
 class Lengths(Dataset):
@@ -265,9 +259,6 @@ def test_looking_at_batches_changes_neither_data_nor_random_numbers(make_trainer
     assert_equal_weights(plain, packed)
 
 
-def test_no_more_batches_are_looked_at_than_the_run_has(make_trainer, heard):
-    fit(make_trainer, AutoVRAM("1GiB"), model=LitLengths, limit_train_batches=2)
-    assert messages(heard).endswith("\nPlanned for the largest of the first 2 batches, [2, 17].")
 
 
 def test_batches_that_hooks_change_are_not_compared(make_trainer):
@@ -282,29 +273,8 @@ def test_batches_that_hooks_change_are_not_compared(make_trainer):
         fit(make_trainer, AutoVRAM("1GiB"), model=Doubled)
 
 
-@pytest.mark.slow
-def test_an_error_in_the_fit_leaves_nothing(make_trainer):
-    class Fails(LitGPT):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            if is_real(batch):
-                raise ZeroDivisionError
-
-    model = Fails()
-    trainer = make_trainer(callbacks=[AutoVRAM(int(0.5 * PLAIN_BYTES))], limit_val_batches=0)
-    before, kinds = list(trainer.callbacks), describe_module(model)
-    with pytest.raises(ZeroDivisionError):
-        trainer.fit(model)
-    assert trainer.callbacks == before
-    assert describe_module(model) == kinds
 
 
-@pytest.mark.slow
-def test_fit_twice(make_trainer, heard):
-    trainer = make_trainer(callbacks=[AutoVRAM(int(0.5 * PLAIN_BYTES))], max_epochs=1, limit_val_batches=0)
-    for number in (1, 2):
-        trainer.fit_loop.max_epochs = number
-        trainer.fit(LitGPT())
-    assert messages(heard).count("AutoVRAM: Fits with this plan") == 2
 
 
 class RunsOut(LitGPT):
@@ -406,15 +376,3 @@ def test_two_of_them_are_refused(make_trainer):
         fit(make_trainer, AutoVRAM(), AutoVRAM("1GiB"))
 
 
-@pytest.mark.slow
-def test_a_copy_is_not_part_of_a_run(make_trainer):
-    copies = []
-
-    class Copies(pl.Callback):
-        takes_no_memory = True
-
-        def on_train_start(self, trainer, pl_module):
-            copies.append(pickle.loads(pickle.dumps(trainer.callbacks[0])))
-
-    fit(make_trainer, AutoVRAM(int(0.5 * PLAIN_BYTES)), Copies())
-    assert copies[0].scheme is None

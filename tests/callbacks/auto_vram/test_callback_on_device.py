@@ -142,16 +142,6 @@ class RunsOut:
             raise torch.OutOfMemoryError("out of memory")
 
 
-@pytest.mark.slow_except("2")
-@pytest.mark.parametrize("num_times", [1, 2, 3])
-def test_memory_that_runs_out_ends_in_a_tighter_plan(make_trainer, said, num_times):
-    plain, planned = LitWide(), LitWide(RunsOut(num_times))
-    budget_bytes = int(0.75 * fit(make_trainer, plain))
-    fit(make_trainer, planned, AutoVRAM(budget_bytes))
-    assert_equal_weights(planned, plain)
-    tighter = [line for line in said if "a step ran out of memory in spite of the plan" in line]
-    assert len(tighter) == num_times
-    assert len(set(tighter)) == num_times  # another one each time
 
 
 def test_a_run_that_should_have_fitted_as_it_is_is_checkpointed(make_trainer, said):
@@ -206,30 +196,8 @@ def test_where_checkpointing_is_not_enough_batches_run_in_parts_at_the_budget(ma
     assert "a batch that runs out of memory is split into micro-batches" in said[0]
 
 
-def test_an_error_that_no_plan_helps_against_names_the_way_out(make_trainer, said):
-    budget_bytes = int(0.75 * fit(make_trainer, LitWide()))
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        fit(make_trainer, LitWide(RunsOut(None)), AutoVRAM(budget_bytes))
-    (note,) = caught.value.__notes__
-    assert note == "AutoVRAM: no tighter plan is left. allow='lossless' would split the batch into micro-batches."
-    assert said[-1].endswith("ActivationCheckpointing.")
 
 
-def test_a_batch_runs_in_parts_where_sums_may_be_rounded_otherwise(make_trainer, said):
-    class Half(RunsOut):
-        def __call__(self, module: LitWide) -> None:
-            if module.num_samples > BATCH_SIZE // 2:
-                super().__call__(module)
-
-    class LitCounts(LitWide):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            self.num_samples = len(batch)
-            return super().training_step(batch, batch_idx)
-
-    plain, planned = LitWide(), LitCounts(Half(None))
-    budget_bytes = int(0.75 * fit(make_trainer, plain))
-    fit(make_trainer, planned, AutoVRAM(budget_bytes, allow="lossless"))
-    assert planned.num_samples == BATCH_SIZE // 2
 
 
 @pytest.mark.parametrize("has_run_over", [False, True])

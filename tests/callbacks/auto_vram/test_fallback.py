@@ -123,34 +123,10 @@ def test_a_module_without_repeated_layers_goes_on(make_trainer):
     assert_equal_weights(fit(make_trainer, model=One)[0], packed)
 
 
-def test_a_choice_of_the_users_is_kept(make_trainer):
-    look = Look()
-    _, said = fit(make_trainer, ActivationCheckpointing(every_n_layers=2), AutoVRAM("20KiB"), look)
-    assert "repeated layers are checkpointed" in said[0]
-    assert look.kinds.count("ActivationCheckpointing") == 1
 
 
-def test_an_error_before_the_strategy_is_set_up_leaves_nothing(make_trainer):
-    class Fails(Callback):
-        takes_no_memory = True
-
-        def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-            raise ZeroDivisionError
-
-    trainer = make_trainer(callbacks=[AutoVRAM("20KiB"), Fails()])
-    with pytest.raises(ZeroDivisionError):
-        trainer.fit(Untraceable())
-    assert "setup" not in vars(trainer.strategy)
 
 
-def test_data_that_cannot_be_read_twice_are_a_reason(make_trainer):
-    module = Untraceable()
-    batches = (batch for batch in [torch.ones(4, WIDTH)])
-    with pytest.warns(
-        UserWarning,
-        match=r"ValueError: reading generator would consume a batch of the run, and it cannot be copied\.\n",
-    ):
-        make_trainer(callbacks=[AutoVRAM("20KiB")], max_epochs=1).fit(module, batches)
 
 
 def test_reasons_are_words_that_a_user_can_act_on():

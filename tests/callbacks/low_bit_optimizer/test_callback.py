@@ -72,8 +72,6 @@ class Looking(Layers):
         torch.save(found, f"{self.trainer.default_root_dir}/{self.trainer.global_rank}.pt")
 
 
-def test_it_is_exported() -> None:
-    assert LowBitOptimizer is Same
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -165,26 +163,8 @@ def test_two_optimizers_of_manual_optimization(make_trainer):
         assert isinstance(state["exp_avg"], LowBitTensor) == (parameter.numel() >= 4096)
 
 
-class Scheduled(Layers):
-    """Notes what its schedule sets, and that hooks see the optimizer that it made."""
-
-    def configure_optimizers(self) -> Any:
-        self.made, self.seen, self.trace = super().configure_optimizers(), [], []
-        self.made.register_step_post_hook(lambda one, *_: self.seen.append(one is self.made))
-        schedule = OneCycleLR(self.made, max_lr=0.05, total_steps=20)
-        return {"optimizer": self.made, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def on_train_batch_end(self, *unused: Any) -> None:
-        (group,) = self.trainer.optimizers[0].param_groups
-        self.trace.append((group["lr"], group.get("betas"), group.get("momentum")))
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, OPTIMIZERS["SGD"][0]])
-def test_one_cycle_moves_what_it_moves_without(optimizer, fit):
-    low, plain = (fit(partial(Scheduled, optimizer, num_batches=20), bits=bits) for bits in (4, None))
-    assert low.trace == plain.trace
-    assert low.seen == plain.seen == [True] * 20
-    assert low.saved_by.optimizers[0] is low.made
 
 
 @pytest.mark.distributed

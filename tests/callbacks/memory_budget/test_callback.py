@@ -83,19 +83,6 @@ def test_what_can_be_read_once_is_not_read(make_trainer):
         fit(make_trainer, [MemoryBudget()], lambda: DataLoader(Once(), batch_size=4), max_epochs=1)
 
 
-def test_no_worker_is_started_or_kept(make_trainer):
-    seen = []
-
-    class Watch(pl.Callback):
-        takes_no_memory = True
-
-        def setup(self, trainer, pl_module, stage):
-            seen.append((loader._iterator, threading.active_count()))
-
-    loader = DataLoader(Drawing(), batch_size=4, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
-    before = threading.active_count()
-    fit(make_trainer, [MemoryBudget(), Watch()], lambda: loader, max_epochs=1)
-    assert seen == [(None, before)]
 
 
 def test_a_module_that_makes_its_data_in_setup(make_trainer, caplog):
@@ -258,25 +245,8 @@ def test_two_are_refused(make_trainer):
         fit(make_trainer, [MemoryBudget(), MemoryBudget()])
 
 
-def test_evaluation_is_left_alone(make_trainer, monkeypatch):
-    estimates = spy(monkeypatch)
-    trainer = make_trainer(callbacks=[MemoryBudget(), EmptyCache()])
-    trainer.validate(LitTiny(TinyCNN()))
-    assert estimates == []
 
 
-@pytest.mark.slow
-def test_a_sampler_that_asks_for_the_rank(make_trainer, monkeypatch):
-    class Distributed(LitTiny):
-        def train_dataloader(self):
-            samples = self.net.samples(8)
-            return DataLoader(samples, batch_size=4, sampler=DistributedSampler(samples))
-
-    estimates = spy(monkeypatch)
-    make_trainer(callbacks=[MemoryBudget()], strategy=ForkingOffload(), devices=1, max_epochs=1).fit(
-        Distributed(TinyCNN())
-    )
-    assert [each.batch_size for each in estimates] == [4]
 
 
 @pytest.mark.slow
@@ -296,23 +266,8 @@ def test_all_ranks_decide_alike(limit, make_trainer, make_model):
     assert_equal_weights(*fitted)
 
 
-def test_tensors_given_as_a_list_of_batches(make_trainer, caplog):
-    net = TinyCNN()
-    batches = list(DataLoader(TensorDataset(*net.samples(8).tensors), batch_size=4))
-    with caplog.at_level(logging.INFO, "lightning.pytorch"):
-        make_trainer(callbacks=[MemoryBudget()], max_epochs=1).fit(LitTiny(net), Batches(batches))
-    assert "MemoryBudget: Fits: " in caplog.text
 
 
-class Batches:
-    def __init__(self, batches) -> None:
-        self.batches = batches
-
-    def __iter__(self):
-        return iter(self.batches)
-
-    def __len__(self):
-        return len(self.batches)
 
 
 def test_progress_is_shown(make_trainer, monkeypatch):

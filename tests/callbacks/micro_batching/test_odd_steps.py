@@ -6,7 +6,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.memory_limit import MemoryLimit
 from support.micro_batching_models import HeavyLayer, LitRegression
 from torch import Tensor, nn
@@ -83,10 +82,9 @@ def mask_weight(batch: dict[str, Tensor]) -> Tensor:
     return batch["mask"].sum()
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
-def test_a_part_without_tokens_counts_for_nothing_even_where_its_loss_is_no_number(fit, options) -> None:
-    split = fit(LitOdd(), MicroBatching(2, weight=mask_weight), **options)
-    assert_close(split, fit(LitOdd(), **options))
+def test_a_part_without_tokens_counts_for_nothing_even_where_its_loss_is_no_number(fit) -> None:
+    split = fit(LitOdd(), MicroBatching(2, weight=mask_weight), accumulate_grad_batches=2)
+    assert_close(split, fit(LitOdd(), accumulate_grad_batches=2))
 
 
 @pytest.mark.distributed
@@ -106,20 +104,13 @@ def test_so_it_does_under_ddp_where_the_reducer_would_work_in_its_backward(fit) 
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
-class LitSized(LitOdd):
-    """Tells ``self.log`` the number of samples, as Lightning asks for where it cannot find it."""
+def test_a_loss_logged_with_the_number_of_samples_is_that_of_the_batch_in_bars_loggers_and_metrics(fit) -> None:
+    class Labelled(LitOdd):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            loss = (self.error(batch) * batch["mask"]).sum() / batch["mask"].sum()
+            self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=len(batch["x"]))
+            return loss
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = (self.error(batch) * batch["mask"]).sum() / batch["mask"].sum()
-        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=len(batch["x"]))
-        return loss
-
-
-@pytest.mark.parametrize("weight", [mask_weight, "tokens"], ids=["function", "tokens"])
-def test_a_loss_logged_with_the_number_of_samples_is_that_of_the_batch_in_bars_loggers_and_metrics(
-    make_trainer, weight: Any
-) -> None:
-    class Labelled(LitSized):
         def train_dataloader(self) -> DataLoader:
             samples = super().train_dataloader().dataset
             return DataLoader([{**one, "labels": (one["mask"] - 1).long() * 100} for one in samples], batch_size=8)
@@ -136,12 +127,12 @@ def test_a_loss_logged_with_the_number_of_samples_is_that_of_the_batch_in_bars_l
 
     def shown(*callbacks: pl.Callback) -> list[tuple[str, float]]:
         recording = Recording()
-        make_trainer(callbacks=[*callbacks, recording], log_every_n_steps=1).fit(Labelled())
+        fit(Labelled(), *callbacks, recording, log_every_n_steps=1)
         return recording.seen
 
     expected = shown()
     assert {name for name, _ in expected} == {"loss", "loss_step", "loss_epoch"}
-    actual = shown(MicroBatching(2, weight=weight))
+    actual = shown(MicroBatching(2, weight="tokens"))
     assert [name for name, _ in actual] == [name for name, _ in expected]
     assert [value for _, value in actual] == pytest.approx([value for _, value in expected], abs=1e-12)
 
@@ -181,8 +172,8 @@ class LitPrompt(LitOdd):
 
 
 @pytest.mark.parametrize("kind", [LitThawing, LitPrompt])
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
-def test_every_gradient_comes_back_after_a_backward_that_broke_off(fit, kind, options) -> None:
+def test_every_gradient_comes_back_after_a_backward_that_broke_off(fit, kind) -> None:
+    options = {"accumulate_grad_batches": 2}
     actual = fit(kind("backward"), MicroBatching(regrow_after_n_batches=None), limit=LIMIT_BYTES, **options)
     assert actual.num_errors > 0
     expected = fit(kind("backward"), MicroBatching(2), **options)
@@ -217,51 +208,6 @@ def test_a_tuner_trains_before_the_fit_starts(fit) -> None:
     assert len(model.gradients) == 2 + 2
 
 
-def test_optimizers_in_the_backward_are_refused(fit) -> None:
-    model = LitSum()
-    model.last.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(
-        MisconfigurationException,
-        match=r"post-accumulate-grad hooks.*Remove the hook of last\.weight",
-    ):
-        fit(model, MicroBatching())
-
-
-def test_an_error_of_smaller_parts_says_which_part_it_is_from(fit) -> None:
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
-        fit(LitRegression(heavy="forward", norm=True), MicroBatching(), limit=int(1.5 * MIB))
-    assert "this error is from micro-batch 1 of 8" in "\n".join(caught.value.__notes__)
-
-
-def test_uneven_batches_are_cut_evenly_so_that_norms_see_several_samples(fit, make_trainer) -> None:
-    class Nine(LitRegression):
-        def train_dataloader(self) -> DataLoader:
-            return DataLoader(super().train_dataloader().dataset, batch_size=9, drop_last=True)
-
-    model = fit(Nine(norm=True), MicroBatching(4))
-    assert model.sizes == [3, 3, 3] * 3
-
-
-def test_an_evaluation_step_that_writes_into_its_batch_gets_it_whole_again(make_trainer) -> None:
-    class Writing(LitOdd):
-        def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-            batch["x"].sub_(0.5).mul_(2)
-            self.log("loss", self.error(batch).mean())
-
-        def val_dataloader(self) -> DataLoader:
-            return self.train_dataloader()
-
-    losses = []
-    for callbacks, limit in (([], None), ([MicroBatching(eval="auto")], LIMIT_BYTES)):
-        trainer = make_trainer(callbacks=callbacks)
-        model = Writing("forward" if limit else "nowhere")
-        with MemoryLimit(limit) as memory:
-            (metrics,) = trainer.validate(model, verbose=False)
-        losses.append(metrics["loss"])
-    assert memory.num_errors > 0
-    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
-
-
 class LitKeys(LitSum):
     """Training batches hold what others lack, and its steps write into their batches."""
 
@@ -291,10 +237,11 @@ class LitKeys(LitSum):
     predict_dataloader = val_dataloader
 
 
-@pytest.mark.parametrize("size", [8, "auto"])
-def test_other_batches_may_lack_shared_keys_and_labels_and_show_what_a_step_wrote(make_trainer, size) -> None:
-    callback = MicroBatching(size, eval=size, shared_keys=["table"])
-    trainer, model = make_trainer(callbacks=[callback], max_epochs=1), LitKeys()
+def test_other_batches_may_lack_shared_keys_and_labels_and_show_what_a_step_wrote(make_trainer) -> None:
+    trainer, model = (
+        make_trainer(callbacks=[MicroBatching(eval="auto", shared_keys=["table"])], max_epochs=1),
+        LitKeys(),
+    )
     trainer.fit(model)
     assert model.is_seen
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.helpers import assert_equal_weights
 from support.memory_limit import MemoryLimit
 from support.micro_batching_models import Script
 from torch import Tensor, nn
@@ -16,46 +17,40 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_vram import AccumulationScheduler, MicroBatching
 
-NUM_STEPS = 500
+NUM_STEPS = 200
 
 
 class LitSmall(pl.LightningModule):
-    """A batch norm, dropout and a metric's worth of state, on batches of any structure with tensors in it."""
+    """Batch norm and dropout, or neither."""
 
     def __init__(self, batches: Any, *, norm: bool = True) -> None:
         super().__init__()
         pl.seed_everything(0, verbose=False)
-        norm_layer = nn.BatchNorm1d(6) if norm else nn.Identity()
-        self.net = nn.Sequential(
-            nn.Linear(4, 6), norm_layer, nn.Tanh(), nn.Dropout(0.3 * norm), nn.Linear(6, 1)
-        ).double()
+        layers = (nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3)) if norm else (nn.Tanh(),)
+        self.net = nn.Sequential(nn.Linear(4, 6), *layers, nn.Linear(6, 1)).double()
         self.batches = batches
         self.gradients: list[Tensor] = []
         self.is_in_step = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def loss(self, x: Tensor) -> Tensor:
+        return (self.net(x) - x.sum(-1, keepdim=True)).square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.is_in_step = True
-        x = find_input(batch).flatten(0, -2)
-        loss = (self.net(x) - x.sum(-1, keepdim=True)).square().mean()
+        loss = self.loss(batch)
         self.log("loss", loss, on_step=False, on_epoch=True)
         self.is_in_step = False
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if len(self.gradients) < 20:
-            self.gradients.append(torch.cat([p.grad.flatten() for p in self.parameters()]))
+        self.gradients.append(torch.cat([p.grad.flatten() for p in self.parameters()]))
+        del self.gradients[20:]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.batches, batch_size=None)
-
-
-def find_input(batch: Any) -> Tensor:
-    if isinstance(batch, Tensor):
-        return batch
-    return find_input(batch["x"] if isinstance(batch, dict) else batch[0])
 
 
 class FreshBatches(Dataset):
@@ -65,7 +60,7 @@ class FreshBatches(Dataset):
         return NUM_STEPS
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.randn(8, 3, 4, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        return torch.randn(8, 4, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
 
 
 class Trouble(pl.Callback):
@@ -100,38 +95,26 @@ class Trouble(pl.Callback):
 
 
 @pytest.mark.slow
-def test_five_hundred_steps_with_errors_in_one_of_ten_neither_leak_nor_drift(make_trainer) -> None:
+def test_many_steps_with_errors_in_one_of_ten_neither_leak_nor_drift(make_trainer) -> None:
     batches = FreshBatches()
     troubled = LitSmall(batches)
     limit = MemoryLimit()
     trouble = Trouble(limit, troubled)
     with limit:
         make_trainer(callbacks=[MicroBatching(regrow_after_n_batches=3), trouble], max_epochs=1).fit(troubled)
-    assert limit.num_errors > 30
+    assert limit.num_errors > 10
     assert 0 < limit.errors_in_backward < limit.num_errors
     assert {2, 4, 8} <= set(trouble.sizes)
-    assert max(trouble.live_bytes[-100:]) <= max(trouble.live_bytes[50:150])
+    assert max(trouble.live_bytes[-50:]) <= max(trouble.live_bytes[50:150])
     smooth = LitSmall(batches)  # seeds again
     script = MicroBatching(1)
     script._choosers["training"] = Script(trouble.sizes)
     make_trainer(callbacks=[script], max_epochs=1).fit(smooth)
-    for name, tensor in troubled.state_dict().items():
-        assert torch.equal(tensor, smooth.state_dict()[name]), name
+    assert_equal_weights(troubled, smooth)
 
 
-STRUCTURES: dict[str, Callable[[Tensor], Any]] = {
-    "tensor": lambda x: x,
-    "list": lambda x: [x, torch.arange(len(x))],
-    "dict": lambda x: {"x": x, "index": torch.arange(len(x)), "epoch": 3, "name": "toy"},
-    "nested": lambda x: [{"x": x, "more": (x[:, :1], [x[:, 1:]])}, None],
-    "captions": lambda x: {"x": x, "captions": [f"sample {row}" for row in range(len(x))]},
-}
-
-
-@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")  # Lightning, of nests
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    structure=st.sampled_from(sorted(STRUCTURES)),
     batch_sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     window=st.integers(1, 4),
     size=st.integers(1, 10),
@@ -139,7 +122,6 @@ STRUCTURES: dict[str, Callable[[Tensor], Any]] = {
 )
 def test_any_batch_window_and_micro_batch_size_give_the_gradients_of_whole_batches(
     make_trainer: Callable[..., pl.Trainer],
-    structure: str,
     batch_sizes: list[int],
     window: int,
     size: int,
@@ -148,7 +130,7 @@ def test_any_batch_window_and_micro_batch_size_give_the_gradients_of_whole_batch
     generator = torch.Generator().manual_seed(sum(batch_sizes))
     inputs = [torch.randn(num, 4, generator=generator, dtype=torch.float64) for num in batch_sizes]
     accumulation = AccumulationScheduler({0: window}, weight="samples" if is_weighted else None)
-    split = LitSmall([STRUCTURES[structure](x) for x in inputs], norm=False)
+    split = LitSmall(inputs, norm=False)
     make_trainer(callbacks=[accumulation, MicroBatching(size)], max_epochs=1).fit(split)
     reference = LitSmall(inputs, norm=False)
     optimizer = reference.configure_optimizers()
@@ -158,8 +140,7 @@ def test_any_batch_window_and_micro_batch_size_give_the_gradients_of_whole_batch
         optimizer.zero_grad()
         total = sum(map(len, parts))
         for x in parts:
-            loss = (reference.net(x) - x.sum(-1, keepdim=True)).square().mean()
-            (loss * (len(x) / total if is_weighted else 1 / len(parts))).backward()
+            (reference.loss(x) * (len(x) / total if is_weighted else 1 / len(parts))).backward()
         expected = torch.cat([p.grad.flatten() for p in reference.parameters()])
         assert torch.allclose(gradient, expected, rtol=0, atol=1e-12)
         optimizer.step()

@@ -4,12 +4,10 @@ import random
 import weakref
 from collections import OrderedDict, deque
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from support.devices import DEVICE, device_module, refuse_waits
-from support.helpers import CASES, LitTiny, TinyCNN
+from support.devices import DEVICE
 from torch import nn
 
 from lightning_vram.callbacks.micro_batching.step_state import StepState
@@ -111,37 +109,36 @@ def test_parameters_that_a_forward_exchanges_come_back():
     assert all(layer._parameters[name] is parameter for name, parameter in parameters.items())
 
 
-def test_the_handle_of_a_hook_still_removes_it():
-    layer = nn.Linear(2, 2)
-    handle = layer.register_forward_hook(lambda *_: None)
-    state = StepState(layer, CPU).take()
-    handle.remove()
-    state.restore()
-    assert layer._forward_hooks
-    handle.remove()
-    assert not layer._forward_hooks
+def make_batch():
+    return {"x": torch.ones(4), "more": [torch.zeros(2)]}
 
 
-@pytest.mark.parametrize("case", ["cnn", "gpt"])  # batch norm, dropout
-def test_a_step_taken_back_and_run_again_is_the_step(case, make_trainer):
-    def train(num_tries):
-        pl.seed_everything(0, verbose=False)
-        model = CASES[case]()
-        copies = StepState(model, CPU)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        losses = []
-        for index, batch in enumerate(list(model.train_dataloader())):
-            state = copies.take()
-            for _ in range(num_tries):
-                state.restore()
-                loss = model.training_step(batch, index)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        return losses, model.state_dict()
+def test_a_batch_is_lent_as_it_is_and_as_a_copy_where_it_counts_no_writes():
+    state, batch = StepState(nn.Identity(), CPU), make_batch()
+    state.take(batch)
+    assert state.lend(batch) is batch
+    state.settle()
+    with torch.inference_mode():
+        batch = make_batch()
+        for _ in range(2):  # two tries
+            state.take(batch)
+            lent = state.lend(batch)
+            assert torch.equal(lent["x"], torch.ones(4))
+            lent["x"].mul_(2)
+            state.restore()
+    assert torch.equal(batch["x"], torch.ones(4))
 
-    torch.testing.assert_close(train(3), train(1), rtol=0, atol=0)
+
+def test_a_step_that_writes_into_its_batch_cannot_be_run_again():
+    state, batch = StepState(nn.Identity(), CPU), make_batch()
+    state.take(batch)
+    state.lend(batch)["more"][0].add_(1)
+    with pytest.raises(RuntimeError) as caught:
+        state.restore()
+    assert str(caught.value) == (
+        "MicroBatching cannot retry this batch: training_step modified it in place. Write into a copy, or give a fixed "
+        "size."
+    )
 
 
 class Table(nn.Module):
@@ -230,15 +227,6 @@ def test_large_constants_are_copied_once_and_small_buffers_each_time():
     assert copied_bytes(module, copies) == 12
 
 
-def test_copies_of_buffers_that_are_gone_are_dropped():
-    module = Table()
-    copies = StepState(module, CPU)
-    copies.take()
-    del module.queue
-    copies.take()
-    assert len(copies._buffers._copies) == 1
-
-
 def test_one_tensor_under_two_names_stays_one():
     module = Table()
     module.register_buffer("again", module.queue)
@@ -250,65 +238,16 @@ def test_one_tensor_under_two_names_stays_one():
     assert not module.queue.any()
 
 
-@pytest.mark.parametrize("is_inference", [False, True])
-def test_copies_serve_training_and_evaluation(is_inference):
+def test_copies_serve_training_and_evaluation():
     module = nn.BatchNorm1d(3)
     copies = StepState(module, CPU)
     for mode in (True, False, True):
         with torch.inference_mode(mode=mode):
-            if is_inference and mode:
-                module.running_mean = torch.zeros(3)  # an inference tensor
             state = copies.take()
             value = module.running_mean.clone()
-            with torch.inference_mode(mode=mode or module.running_mean.is_inference()):
-                module(torch.randn(4, 3) + 5)
+            module(torch.randn(4, 3) + 5)
             state.restore()
             assert torch.equal(module.running_mean, value)
-
-
-def test_a_trainer_notices_nothing(make_trainer):
-    class LitTwice(LitTiny):
-        def training_step(self, batch, batch_idx):
-            state = StepState(self, self.device).take()
-            super().training_step(batch, batch_idx)
-            state.restore()
-            return super().training_step(batch, batch_idx)
-
-    fitted = []
-    for make in (LitTwice, LitTiny):
-        pl.seed_everything(0, verbose=False)
-        fitted.append(make(TinyCNN()))
-        make_trainer().fit(fitted[-1])
-    torch.testing.assert_close(fitted[0].state_dict(), fitted[1].state_dict(), rtol=0, atol=0)
-
-
-def test_a_lazy_layer_that_got_its_weights_keeps_them():
-    layer = nn.LazyLinear(2)
-    state = StepState(layer, CPU).take()
-    layer(torch.ones(1, 3))
-    state.restore()
-    assert type(layer) is nn.Linear
-    assert layer(torch.ones(1, 3)).shape == (1, 2)
-
-
-@pytest.mark.device
-def test_on_a_gpu_its_generator_comes_back_and_nobody_waits_for_the_device():
-    device = torch.device(DEVICE, device_module().current_device())
-    module = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout()).to(device)
-    copies = StepState(module, device)
-    module.register_buffer("queue", torch.zeros(LARGE, device=device))
-    inputs = torch.randn(8, 3, device=device)
-    for _ in range(3):  # copies made, compared, copied for the first time
-        copies.take()
-        module.queue += 1
-    with refuse_waits():
-        state = copies.take()
-        one = module(inputs)
-        module.queue += 1
-        state.restore()
-        other = module(inputs)
-    assert torch.equal(one, other)
-    assert torch.equal(module.queue, torch.full_like(module.queue, 3))
 
 
 def draw_numbers(generator):
@@ -324,42 +263,27 @@ GENERATORS = {
     "numpy's long one": lambda: np.random.Generator(np.random.MT19937(3)),
     "python": lambda: random.Random(3),
 }
-PLACES = {
-    "an attribute": lambda generator: generator,
-    "a dict": lambda generator: {"a": generator},
-    "a list in a dict": lambda generator: {"a": [0, generator]},
-    "a deque": lambda generator: deque([generator]),
-}
-
-
-def find_generator(holder):
-    while isinstance(holder, dict | list | deque):
-        holder = list(holder.values() if isinstance(holder, dict) else holder)[-1]
-    return holder
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
-@pytest.mark.parametrize("place", PLACES)
-def test_generators_of_a_module_go_back(kind, place):
+def test_generators_of_a_module_go_back(kind):
     module = nn.Module()
     copies = StepState(module, CPU)
-    module.noise = PLACES[place](GENERATORS[kind]())
-    generator = find_generator(module.noise)
+    generator = GENERATORS[kind]()
+    module.noise, module.more = generator, {"a": [0, deque([generator])]}
     for _ in range(2):
         state = copies.take()
         drawn = draw_numbers(generator)
         for _ in range(2):
             state.restore()
-            assert find_generator(module.noise) is generator
+            assert module.noise is module.more["a"][1][0] is generator
             assert draw_numbers(generator) == drawn
 
 
 LARGE_CONTAINERS = {
     "a bounded deque": (deque(range(1500), maxlen=1500), lambda queue: queue.append(1500)),
-    "a deque": (deque(range(1500)), deque.popleft),
     "a set": (set(range(1500)), lambda numbers: numbers.symmetric_difference_update([3, 5000])),
     "a long list": (list(range(20_000)), lambda numbers: numbers.extend([1, 2])),
-    "a large dict": (dict.fromkeys(range(20_000)), lambda numbers: numbers.update({-1: 0})),
 }
 
 
@@ -375,16 +299,6 @@ def test_large_containers_come_back(name):
         state.restore()
         assert module.container is container
         assert container == before
-
-
-def test_a_huge_queue_stays_as_it_is():
-    module = nn.Module()
-    module.queue = deque(range(100_001), maxlen=100_001)
-    state = StepState(module, CPU).take()
-    module.queue.append(3)
-    state.restore()
-    assert len(module.queue) == 100_001
-    assert module.queue[-1] == 3
 
 
 def add_hook(layer):
@@ -449,18 +363,6 @@ def test_what_was_put_on_a_layer_of_torch_before_the_step_stays(change):
     assert everything(module) == before
 
 
-def test_a_number_that_became_a_list_is_noticed():
-    module = nn.Module()
-    copies = StepState(module, CPU)
-    module.losses = None
-    copies.take()
-    module.losses = [1]
-    state = copies.take()
-    module.losses.append(2)
-    state.restore()
-    assert module.losses == [1]
-
-
 def test_a_model_that_grows_between_steps_is_looked_at_again():
     module = nn.Sequential(nn.Linear(2, 2))
     copies = StepState(module, CPU)
@@ -477,22 +379,8 @@ def test_a_model_that_grows_between_steps_is_looked_at_again():
     assert module[2].losses == []
 
 
-class Counting(nn.Module):
-    """Has another value in an attribute after each forward."""
-
-    count = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def forward(self, inputs):
-        self.count += 1
-        return inputs
-
-
 def test_nothing_of_a_step_is_held_until_the_next_one():
-    module = Counting()
+    module = nn.Module()
     copies = StepState(module, CPU)
     module.losses = []
     for _ in range(2):
@@ -503,47 +391,3 @@ def test_nothing_of_a_step_is_held_until_the_next_one():
         module.past = None
         module.losses.clear()
         assert past() is None
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
-def test_a_scripted_module_goes_on():
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    module = nn.Sequential(scripted, Busy())
-    copies = StepState(module, CPU)
-    for _ in range(2):
-        state = copies.take()
-        scripted(torch.randn(4, 2))
-        module[1](torch.randn(4, 3))
-        state.restore()
-        assert not any(value.any() for name, value in scripted.named_buffers() if "mean" in name or "num" in name)
-        assert module[1].losses == []
-
-
-def test_a_compiled_module_goes_back_and_runs():
-    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), Counting())
-    compiled, inputs = torch.compile(module, backend="eager"), torch.randn(4, 3)
-    copies = StepState(compiled, CPU)
-    for _ in range(2):
-        state = copies.take()
-        found = []
-        for _ in range(2):
-            found.append(compiled(inputs))
-            assert module[2].count == 1
-            module.eval()
-            state.restore()
-            assert module[1].training
-            assert not module[1].running_mean.any()
-            assert module[2].count == 0
-        assert torch.equal(*found)
-
-
-def test_a_lazy_norm_that_got_its_buffers_between_steps_is_copied():
-    module = nn.Sequential(nn.LazyBatchNorm1d())
-    copies = StepState(module, CPU)
-    copies.take()
-    module(torch.randn(4, 3))
-    value = module[0].running_mean.clone()
-    state = copies.take()
-    module(torch.randn(4, 3))
-    state.restore()
-    assert torch.equal(module[0].running_mean, value)

@@ -57,8 +57,6 @@ def num_weights(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def test_it_is_exported() -> None:
-    assert MomentsInBF16 is Same
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -119,13 +117,6 @@ def test_it_is_undone_after_the_fit(fit):
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_other_optimizers_of_the_run_are_left_alone(make_trainer):
-    model = LitManual(TinyGPT())
-    trainer = make_trainer(callbacks=[MomentsInBF16()])
-    trainer.fit(model)
-    sgd, adamw = trainer.optimizers
-    assert all(value.dtype == torch.bfloat16 for state in adamw.state.values() for value in [state["exp_avg"]])
-    assert not any("exp_avg" in state for state in sgd.state.values())
 
 
 @pytest.mark.distributed
@@ -141,17 +132,5 @@ def test_under_fsdp_offload_moments_are_bf16_wherever_they_are(offload, fit):
     leave_group()
 
 
-class Written(Layers):
-    """Leaves its weights in a file: several ranks train in processes of their own."""
-
-    def on_train_end(self) -> None:
-        rank = self.trainer.global_rank
-        torch.save(self.state_dict(), f"{self.trainer.default_root_dir}/{rank}.pt")
 
 
-@pytest.mark.distributed
-def test_ranks_of_ddp_round_alike(fit, tmp_path):
-    options = {"devices": 2, "strategy": "ddp_fork", "use_distributed_sampler": False}
-    fit(partial(Written, num_batches=6), **options)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -204,11 +204,3 @@ def test_an_estimate_of_a_window_is_exact(keep_gradients, kept_bytes, make_train
     assert peaks[1] - peaks[0] == kept_bytes  # of the first layer: others were stepped
 
 
-def test_autovram_plans_beside_it(make_trainer):
-    fitted = []
-    for callbacks in ([], [OptimizerInBackward(), AutoVRAM("1350KiB")]):
-        pl.seed_everything(0, verbose=False)
-        model = Wide(partial(optim.AdamW, fused=True))
-        make_trainer(callbacks=callbacks, max_epochs=1).fit(model)
-        fitted.append(model)
-    assert_equal_weights(*fitted)

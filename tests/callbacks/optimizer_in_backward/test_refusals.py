@@ -53,19 +53,10 @@ def test_other_norms_are_refused(value, error, message):
         OptimizerInBackward(value)
 
 
-class Backward(Layers):
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward()
 
 
-class Gradients(Layers):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        pass
 
 
-class OwnClipping(Layers):
-    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-        pass
 
 
 class Decays(Layers):
@@ -75,10 +66,6 @@ class Decays(Layers):
                 parameter.grad.mul_(0.9)
 
 
-class ZeroesNow(Layers):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if batch_idx % 2 == 0:
-            optimizer.zero_grad()
 
 
 class Zeros(Layers):
@@ -86,9 +73,6 @@ class Zeros(Layers):
         optimizer.zero_grad(set_to_none=False)
 
 
-class AfterBackward(Layers):
-    def on_after_backward(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize(
@@ -113,9 +97,6 @@ class Sharded(Layers):
         fully_shard(self, mesh=self.device_mesh["data_parallel"])
 
 
-class Norms(pl.Callback):
-    def on_before_optimizer_step(self, *unused: Any) -> None:
-        pass
 
 
 @pytest.mark.parametrize("callback", [Norms(), LambdaCallback(on_before_optimizer_step=lambda *_: None)])

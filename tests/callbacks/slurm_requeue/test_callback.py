@@ -275,11 +275,6 @@ def test_another_job_does_not_go_on_from_it(slurm, tmp_path, monkeypatch):
     assert [folder.name for folder in (tmp_path / "slurm_requeue").iterdir()] == [JOB_ID]
 
 
-def test_the_checkpoint_is_read_without_running_code(slurm, tmp_path):
-    fit(Noting, tmp_path, Send(1), SlurmRequeue())
-    path = tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit.ckpt"
-    state = torch.load(path, weights_only=True)["callbacks"]["SlurmRequeue"]
-    assert (state["num_batches"], state["epoch_has_ended"], len(state["random"])) == (2, False, 1)
 
 
 def test_a_module_may_keep_objects_in_the_checkpoint(slurm, tmp_path):
@@ -339,11 +334,6 @@ def test_an_open_folder_does_not_keep_a_plain_program_from_going_on(slurm, tmp_p
     assert_went_on(expected, stopped, fit(Noting, tmp_path, SlurmRequeue()))
 
 
-def test_weights_only_is_a_switch():
-    with pytest.raises(TypeError) as caught:
-        SlurmRequeue(weights_only="no")
-    assert str(caught.value) == "SlurmRequeue(weights_only) must be True or False, got 'no' of type str."
-    assert pickle.loads(pickle.dumps(SlurmRequeue(weights_only=False))).weights_only is False
 
 
 # --- checkpoints of ModelCheckpoint
@@ -584,12 +574,6 @@ def test_a_folder_that_cannot_be_written_is_refused(slurm, tmp_path):
     )
 
 
-def test_a_rank_that_does_not_see_the_folder_is_named(slurm, tmp_path, monkeypatch):
-    monkeypatch.setattr(RequeueFolder, "is_open", False)
-    assert refuse(tmp_path, SlurmRequeue()) == (
-        f"SlurmRequeue cannot use '{tmp_path / 'slurm_requeue' / JOB_ID / 'step-0'}': rank 0 does not see what rank 0 "
-        f"has made there. {WAY_OUT}"
-    )
 
 
 # --- handlers
@@ -654,10 +638,6 @@ def test_after_the_stop_signals_do_nothing_more(slurm, tmp_path):
     end_process(callback)
 
 
-def test_lightnings_handler_of_sigterm_is_not_reached(slurm, tmp_path):
-    stopped = fit(Noting, tmp_path, Send(1, TERM), SlurmRequeue())
-    assert stopped.code == 0
-    assert not stopped.trainer.received_sigterm
 
 
 def test_outside_of_a_job_signals_are_left_alone(slurm, tmp_path, monkeypatch):

@@ -126,21 +126,8 @@ def test_a_fit_that_is_given_more_to_do_goes_on_from_its_end(slurm, tmp_path):
     assert again.module.seen == expected.module.seen[8:]
 
 
-def test_an_end_that_is_given_to_another_fit_is_gone_on_from(slurm, tmp_path):
-    expected = fit(Noting, tmp_path / "expected", SlurmRequeue(), max_epochs=4)
-    fit(Noting, tmp_path, SlurmRequeue(), ends_process=False)
-    given = (tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit.ckpt").rename(tmp_path / "given.ckpt")
-    again = fit(Noting, tmp_path, SlurmRequeue(), ckpt_path=given, max_epochs=4)
-    assert again.module.seen == expected.module.seen[6:]
 
 
-def test_a_fit_that_had_nothing_to_do_has_no_end(slurm, tmp_path):
-    given = tmp_path / "given.ckpt"
-    fit(Noting, tmp_path, SlurmRequeue()).trainer.save_checkpoint(given)
-    again = fit(Noting, tmp_path, SlurmRequeue(), ckpt_path=given, ends_process=False)
-    assert again.module.seen == []
-    folder = tmp_path / "slurm_requeue" / JOB_ID / "step-0"
-    assert [path.name for path in folder.iterdir()] == ["fit.started"]
 
 
 class Registry:

@@ -159,16 +159,6 @@ def test_a_checkpoint_of_another_number_of_loaders_says_so(tmp_path):
     }
 
 
-def test_several_loaders_go_on_together(tmp_path):
-    class Two(Long):
-        def train_dataloader(self) -> Any:
-            return {"one": super().train_dataloader(), "other": super().train_dataloader()}
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return super().training_step([batch["one"][0] + batch["other"][0]], batch_idx)
-
-    expected = save(Two, tmp_path, 2, SlurmRequeue())
-    assert resume(Two, tmp_path, SlurmRequeue()).module.seen == expected.module.seen[2:]
 
 
 class Unequal(Long):
@@ -204,12 +194,6 @@ def test_a_loader_that_ends_before_a_longer_one_goes_on_where_it_was(mode, after
     assert resume_and_compare(make, tmp_path, after)
 
 
-def test_a_loader_with_workers_that_ends_before_a_longer_one_goes_on_where_it_was(tmp_path):
-    class Working(Unequal):
-        def arguments(self) -> dict[str, Any]:
-            return {"shuffle": True, "num_workers": 1}
-
-    assert resume_and_compare(Working, tmp_path, 2)
 
 
 def test_of_loaders_whose_common_length_is_unknown_all_begin_anew(tmp_path):
@@ -246,34 +230,10 @@ def test_loaders_that_share_a_generator_are_warned_of(tmp_path):
         resume_and_compare(Sharing, tmp_path, 2)
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create")
-def test_a_checkpoint_is_loaded_without_the_callback(tmp_path):
-    save(Long, tmp_path, 2, SlurmRequeue())
-    with pytest.warns(UserWarning, match=NOT_PLAIN):
-        resumed = resume(Long, tmp_path)
-    assert resumed.trainer.global_step == NUM_BATCHES
 
 
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
-def test_a_checkpoint_without_its_state_is_loaded(tmp_path):
-    save(Long, tmp_path, 2)
-    resumed = resume(Long, tmp_path, SlurmRequeue())
-    assert resumed.trainer.global_step == NUM_BATCHES
-    assert len(resumed.module.seen) == 3
 
 
-def test_random_numbers_of_another_number_of_ranks_are_left_alone(tmp_path):
-    expected = save(Long, tmp_path, 2, SlurmRequeue())
-    path = tmp_path / "some.ckpt"
-    checkpoint = torch.load(path, weights_only=False)
-    random = checkpoint["callbacks"]["SlurmRequeue"]["random"]
-    checkpoint["callbacks"]["SlurmRequeue"]["random"] = random * 2
-    torch.save(checkpoint, path)
-    with pytest.warns(UserWarning, match=("the loaders or the number of ranks differ from those of the checkpoint")):
-        resumed = resume(Long, tmp_path, SlurmRequeue())
-    assert len(resumed.module.seen) == len(expected.module.seen) - 2
-    weights = resumed.module.state_dict()
-    assert any(not torch.equal(weights[name], tensor) for name, tensor in expected.module.state_dict().items())
 
 
 class AtEpochs(LearningRateFinder):
@@ -298,24 +258,3 @@ def test_outside_of_a_job_a_search_does_not_change_the_fit(tuner, tmp_path):
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.module.state_dict().items())
 
 
-def test_loaders_are_what_they_were_after_the_fit(tmp_path):
-    loader = Long().train_dataloader()
-    kinds = []
-
-    class Look(pl.Callback):
-        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            kinds.append(type(trainer.train_dataloader))
-
-    class Given(Long):
-        def train_dataloader(self) -> DataLoader:
-            return loader
-
-    run = save(Given, tmp_path, 2, SlurmRequeue(), Look())
-    assert kinds[0] in exact_resume._stateful_classes.values()
-    assert type(run.trainer.train_dataloader) is DataLoader
-    for owner, names in (
-        (run.trainer.fit_loop, ("_load_combined_loader_states", "setup_data")),
-        (run.trainer.fit_loop.epoch_loop, ("reset", "advance")),
-        (run.trainer.fit_loop.epoch_loop.val_loop, ("run",)),
-    ):
-        assert not set(names) & set(vars(owner))

@@ -36,11 +36,6 @@ def test_a_job_has_a_folder_and_a_fit_a_file(tmp_path):
     folder.remove()
 
 
-def test_opening_again_keeps_the_time_of_the_first(folder):
-    assert folder.is_open
-    started = write(folder.path / "fit.started", 100.0)
-    assert folder.try_open() == ""
-    assert started.stat().st_mtime == 100.0
 
 
 def test_at_the_first_start_nothing_is_there(folder, tmp_path):
@@ -64,10 +59,6 @@ def test_the_folder_of_a_job_is_for_this_user_alone(folder, tmp_path):
         assert folder.is_private()
 
 
-def test_what_cannot_be_written_says_why(tmp_path):
-    (tmp_path / "file").touch()
-    path = tmp_path / "file" / "slurm_requeue"
-    assert make_folder(tmp_path / "file").try_open() == f"[Errno 20] Not a directory: '{path}'"
 
 
 def test_the_newest_is_that_of_the_latest_time(folder, tmp_path):
@@ -81,16 +72,8 @@ def test_the_newest_is_that_of_the_latest_time(folder, tmp_path):
     assert folder.newest([other]) == folder.checkpoint
 
 
-def test_what_is_older_than_the_job_is_not_its_own(folder, tmp_path):
-    write(folder.path / "fit.started", 100.0)
-    assert folder.newest([write(tmp_path / "last.ckpt", 99.0)]) is None
 
 
-def test_all_is_removed(folder, tmp_path):
-    folder.checkpoint.touch()
-    folder.remove()
-    assert list((tmp_path / "runs").iterdir()) == []
-    folder.remove()
 
 
 def test_a_checkpoint_may_be_a_folder(folder, tmp_path):
@@ -111,12 +94,6 @@ def test_what_others_have_there_stays(folder, tmp_path):
     assert of_other_job.is_open
 
 
-def test_the_own_checkpoint_can_be_made_the_newest(folder, tmp_path):
-    write(folder.path / "fit.started", 100.0)
-    write(folder.checkpoint, 101.0)
-    other = write(tmp_path / "last.ckpt", 102.0)
-    folder.touch()
-    assert folder.newest([other]) == folder.checkpoint
 
 
 @pytest.mark.parametrize("make", [Path.touch, Path.mkdir], ids=["file", "folder"])

@@ -33,9 +33,6 @@ def test_an_element_of_an_array_has_its_own_number():
     assert job(SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2").job_id == "7_2"
 
 
-def test_the_environment_of_the_process_is_read(slurm, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "21")
-    assert SlurmJob.from_environment().job_id == "21"
 
 
 REQUEUED = (0, f"job {JOB_ID} is requeued")
