@@ -6,7 +6,6 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -73,8 +72,6 @@ def test_running_mean_of_a_window_moves_as_by_one_batch(fit):
     assert kept == pytest.approx((1 - (1 - (1 - MOMENTUM) ** 0.25)) ** 4 * (1 - (1 - (1 - MOMENTUM) ** 0.5)) ** 2)
 
 
-
-
 def test_the_correction_can_be_turned_off(fit):
     model = Normed()
     plain = copy.deepcopy(model)
@@ -84,8 +81,6 @@ def test_the_correction_can_be_turned_off(fit):
     for batch in model.samples.split(4):
         plain.net[0](batch)
     assert torch.equal(model.net[0].running_mean, plain.net[0].running_mean)
-
-
 
 
 def test_nothing_is_said_or_done_where_nothing_accumulates_or_norms_are_frozen(fit):
@@ -99,11 +94,3 @@ def test_nothing_is_said_or_done_where_nothing_accumulates_or_norms_are_frozen(f
     frozen.net.eval()
     assert fit(frozen, AccumulationScheduler({0: 2})) == []
     assert torch.equal(frozen.net[0].running_mean, torch.zeros(2))
-
-
-
-
-
-
-
-

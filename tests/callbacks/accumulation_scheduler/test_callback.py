@@ -1,7 +1,6 @@
 """AccumulationScheduler: every optimizer step has the gradient of one big batch, and nothing is left behind."""
 
 import copy
-import math
 from functools import partial
 
 import lightning.pytorch as pl
@@ -10,12 +9,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from support.accumulation_models import Ragged, Scalar, Streaming, fit_once, mean_gradient, ragged_batches, windows_of
+from support.helpers import assert_equal_weights, fail_in
 from torch.utils.data import DataLoader
 
 from lightning_vram.callbacks.accumulation_scheduler.callback import AccumulationScheduler
-from lightning_vram.callbacks.micro_batching.callback import MicroBatching
 
 TOLERANCE = 1e-12
 
@@ -25,12 +25,19 @@ def fit(make_trainer):
     return partial(fit_once, make_trainer)
 
 
-def test_last_window_is_the_mean_over_what_it_holds(fit):
-    """Ten batches by four: Lightning divides the last two by four, 4.75 (Lightning#19987, #21808)."""
-    model = Scalar(range(1, 11))
-    fit(model, AccumulationScheduler({0: 4}))
-    assert model.gradients == [2.5, 6.5, 9.5]
-    assert model.zeroed_at == [0, 4, 8]
+@pytest.mark.parametrize(
+    ("model", "limit", "gradients"),
+    [
+        (Scalar(range(1, 11)), None, [2.5, 6.5, 9.5]),  # Lightning divides the last two by four, 4.75 (#19987, #21808)
+        (Scalar(range(1, 11)), 6, [2.5, 5.5]),
+        (Streaming(range(1, 8)), None, [2.5, 6]),
+    ],
+    ids=["whole", "limit", "stream"],
+)
+def test_last_window_is_the_mean_over_what_it_holds(model, limit, gradients, fit):
+    fit(model, AccumulationScheduler({0: 4}), limit_train_batches=limit)
+    assert model.gradients == gradients
+    assert model.zeroed_at == [4 * number for number in range(len(gradients))]
 
 
 def test_no_gradient_of_an_old_window_is_in_a_new_one(fit):
@@ -41,16 +48,12 @@ def test_no_gradient_of_an_old_window_is_in_a_new_one(fit):
     assert model.zeroed_at == [0, 2, 4, 6]
 
 
-
-
-
-
 FACTORS = st.dictionaries(st.integers(0, 6), st.integers(1, 5), min_size=1, max_size=3).map(
     lambda factors: dict(sorted(factors.items()))
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_batches=st.integers(1, 9),
     factors=FACTORS,
@@ -84,8 +87,7 @@ def test_full_windows_have_the_bits_of_lightning(fit):
     assert torch.equal(ours.net.weight, plain.net.weight)
 
 
-@pytest.mark.parametrize("weight", [None, "tokens"])
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize(("algorithm", "weight"), [("norm", None), ("value", "tokens")])
 def test_clipping_sees_the_gradient_of_the_big_batch(fit, algorithm, weight):
     batches = ragged_batches(5, is_ragged=weight is not None)
     model = Ragged(batches, weight)
@@ -103,19 +105,15 @@ def test_clipping_sees_the_gradient_of_the_big_batch(fit, algorithm, weight):
     assert torch.allclose(model.net.weight, plain.net.weight, rtol=0, atol=TOLERANCE)
 
 
-
-
-@pytest.mark.parametrize("weight", [None, "tokens"])
-def test_gradients_under_a_scaler_are_those_of_the_big_batch(fit, weight):
+def test_gradients_under_a_scaler_are_those_of_the_big_batch(fit):
     """In float16 a backward rounds to 2^-11; factors of the window are three and two."""
-    batches = ragged_batches(5, is_ragged=weight is not None)
-    model = Ragged(batches, weight).float()
+    batches = ragged_batches(5)
+    model = Ragged(batches, "tokens").float()
     plain = copy.deepcopy(model)
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
-    fit(model, AccumulationScheduler({0: 3}, weight=weight), plugins=[plugin])
+    fit(model, AccumulationScheduler({0: 3}, weight="tokens"), plugins=[plugin])
     assert plugin.scaler.get_scale() == 1024
     optimizer = plain.configure_optimizers()
-    assert len(model.gradients) == 2
     for gradient, window in zip(model.gradients, (batches[:3], batches[3:]), strict=True):
         expected = mean_gradient(plain, window)
         optimizer.step()
@@ -132,8 +130,6 @@ def test_weights_that_are_all_zero_make_no_nan(fit):
     model = Scalar([3, 5, 7, 9])
     fit(model, AccumulationScheduler({0: 2}, weight=lambda batch: 0.0 if batch < 6 else 1.0))
     assert model.gradients == [0, 8]
-
-
 
 
 class Skipping(Scalar):
@@ -178,20 +174,6 @@ def test_an_epoch_that_is_cut_short_leaves_nothing_behind(fit):
     assert model.zeroed_at == [0, 2, 0, 2]
 
 
-def test_last_window_of_a_stream_is_the_mean_over_what_it_holds(fit):
-    model = Streaming(range(1, 8))
-    fit(model, AccumulationScheduler({0: 4}), max_epochs=2)
-    assert model.gradients == [2.5, 6] * 2
-
-
-def test_a_limit_ends_the_last_window(fit):
-    model = Scalar(range(1, 11))
-    fit(model, AccumulationScheduler({0: 4}), limit_train_batches=6)
-    assert model.gradients == [2.5, 5.5]
-
-
-
-
 class Validating(Scalar):
     def validation_step(self, batch, batch_idx):
         assert self.trainer.global_step == len(self.gradients)
@@ -207,8 +189,7 @@ def test_validation_in_the_middle_of_a_window_changes_nothing(fit):
 
 
 class TestSteppingBatches:
-
-    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         num_batches=st.integers(1, 9),
         factors=FACTORS,
@@ -226,12 +207,10 @@ class TestSteppingBatches:
         ("model", "arguments", "expected"),
         [
             (Scalar(range(8)), {"max_epochs": -1, "max_steps": 3}, 3),
-            (Scalar(range(8)), {"max_epochs": -1, "max_time": "00:00:00:00"}, math.inf),
-            (Streaming(range(8)), {"max_epochs": 2, "max_steps": 3}, 3),
             (Streaming(range(8)), {"max_epochs": 2}, -1),
             (Scalar(range(8)), {"max_epochs": 2, "limit_train_batches": 5}, 4),
         ],
-        ids=["steps", "endless", "stream with steps", "stream", "limit"],
+        ids=["steps", "stream", "limit"],
     )
     def test_answers_without_epochs_are_those_of_lightning(self, fit, model, arguments, expected):
         answers = []
@@ -241,11 +220,9 @@ class TestSteppingBatches:
         assert answers == [expected]
 
 
-
 class TestTargetBatchSize:
-
     @pytest.mark.parametrize(
-        ("rounding", "target", "num_steps"), [("up", 7, 2), ("down", 7, 2), ("up", 8, 2), ("down", 5, 3), ("up", 1, 6)]
+        ("rounding", "target", "num_steps"), [(None, 6, 2), ("up", 7, 2), ("down", 5, 3), ("up", 1, 6)]
     )
     def test_a_remainder_is_rounded_where_it_is_allowed(self, fit, rounding, target, num_steps):
         model = Scalar(range(12), batch_size=2)
@@ -262,7 +239,6 @@ class TestTargetBatchSize:
         fit(model, AccumulationScheduler(target_batch_size=4), max_epochs=2, reload_dataloaders_every_n_epochs=1)
         assert model.gradients == [1.5, 5.5] * 2
         assert model.zeroed_at == [0, 4, 0, 2]
-
 
 
 class Names(Callback):
@@ -283,62 +259,46 @@ def test_callbacks_in_any_order_see_the_same_window(fit):
     assert before.found == after.found == expected
 
 
+def make_normed(weight=None):
+    torch.manual_seed(0)
+    model = Ragged(ragged_batches(6, is_ragged=False), weight)
+    model.net = torch.nn.Sequential(model.net, torch.nn.BatchNorm1d(5, dtype=torch.float64))
+    return model
+
+
+def make_averaging():
+    return StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1, device=None)
+
+
 @pytest.mark.filterwarnings("ignore:AccumulationScheduler. batch norm normalizes")
 def test_stochastic_weight_averaging_runs_beside(fit):
     """It adds an epoch without backward, in which it takes ``accumulate_grad_batches`` for its own ends."""
-    fitted = []
-    for factor in (1, 2):
-        callbacks = [] if factor == 2 else [AccumulationScheduler({0: 2}, correct_batch_norm=False)]
-        torch.manual_seed(0)
-        model = Ragged(ragged_batches(6, is_ragged=False), None)
-        model.net = torch.nn.Sequential(model.net, torch.nn.BatchNorm1d(5, dtype=torch.float64))
-        averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1, device=None)
-        trainer = fit(model, *callbacks, averaging, max_epochs=3, accumulate_grad_batches=factor)
-        fitted.append(model)
-        assert trainer.accumulate_grad_batches == factor
-        assert model.net[1].momentum == 0.1
-    for name, tensor in fitted[0].state_dict().items():
-        assert torch.equal(tensor, fitted[1].state_dict()[name]), name
+    ours, theirs = make_normed(), make_normed()
+    scheduler = AccumulationScheduler({0: 2}, correct_batch_norm=False)
+    assert fit(ours, scheduler, make_averaging(), max_epochs=3).accumulate_grad_batches == 1
+    fit(theirs, make_averaging(), max_epochs=3, accumulate_grad_batches=2)
+    assert_equal_weights(ours, theirs)
 
 
 @pytest.mark.filterwarnings("ignore:AccumulationScheduler. batch norm normalizes")
 def test_the_epoch_of_stochastic_weight_averaging_scales_nothing_again(fit):
     """Lightning steps once at its end, with the gradients that are still there."""
-    model = Ragged(ragged_batches(4, is_ragged=False), "samples")
-    model.net = torch.nn.Sequential(model.net, torch.nn.BatchNorm1d(5, dtype=torch.float64))
-    averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1, device=None)
-    fit(model, AccumulationScheduler({0: 2}, weight="samples"), averaging, max_epochs=2)
-    assert len(model.gradients) == 5
+    model = make_normed("samples")
+    fit(model, AccumulationScheduler({0: 2}, weight="samples"), make_averaging(), max_epochs=2)
+    assert len(model.gradients) == 7
     assert torch.equal(model.gradients[-1], model.gradients[-2])
-
-
-
-
-class Recorder(pl.loggers.CSVLogger):
-    def __init__(self, folder):
-        super().__init__(folder)
-        self.logged = []
-
-    def log_metrics(self, metrics, step=None):
-        self.logged += [(metrics[key], step) for key in metrics if key == "vram/accumulate_grad_batches"]
 
 
 @pytest.mark.filterwarnings("ignore:The number of training batches")
 def test_the_factor_is_logged_when_it_changes(fit, tmp_path):
-    logger = Recorder(tmp_path)
+    logger, logged = CSVLogger(tmp_path), []
+    logger.log_metrics = lambda metrics, step=None: logged.append((metrics.get("vram/accumulate_grad_batches"), step))
     fit(Scalar(range(6)), AccumulationScheduler({0: 4, 1: 2}), max_epochs=3, logger=logger)
-    assert logger.logged == [(4.0, 0), (2.0, 2)]
+    assert [one for one in logged if one[0] is not None] == [(4.0, 0), (2.0, 2)]
 
 
-class PlantedError(RuntimeError):
-    pass
-
-
-@pytest.mark.parametrize("place", [None, "setup", "configure_optimizers", "training_step", "on_before_zero_grad"])
+@pytest.mark.parametrize("place", [None, "training_step"])
 def test_everything_is_put_back_and_a_second_fit_works(fit, make_trainer, place):
-    def fail(*args, **kwargs):
-        raise PlantedError
-
     model, callback = Scalar(range(1, 6)), AccumulationScheduler({0: 2})
     trainer = make_trainer(callbacks=[callback], max_epochs=1)
     owners = [trainer, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.automatic_optimization]
@@ -347,15 +307,10 @@ def test_everything_is_put_back_and_a_second_fit_works(fit, make_trainer, place)
     if place is None:
         trainer.fit(model)
     else:
-        setattr(model, place, fail)
-        with pytest.raises(PlantedError):
-            trainer.fit(model)
-        delattr(model, place)
+        fail_in(model, place, trainer)
     assert type(trainer) is pl.Trainer
     assert trainer.accumulate_grad_batches == 1
     assert [set(vars(owner)) - known for owner, known in zip(owners, before, strict=True)] == [set()] * 4
     again = Scalar(range(1, 6))
     fit(again, callback)
     assert again.gradients == [1.5, 3.5, 5]
-
-

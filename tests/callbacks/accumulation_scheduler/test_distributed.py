@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import DDPStrategy
 from support.accumulation_models import Ragged, Scalar, mean_gradient, ragged_batches
 from support.helpers import Forking
@@ -54,45 +54,23 @@ class Sharded(Split):
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
-class Tell(Callback):
-    """Asserts in the process of each rank count for nothing unless they were reached."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_fit_end(self, trainer, pl_module):
-        (self.path / f"rank{trainer.global_rank}").write_text(str(pl_module.is_checked))
-
-
 def run(make_trainer, tmp_path, model, callback, **arguments):
     model.plain = [copy.deepcopy(model)]  # in a list: it is no part of the model
-    trainer = make_trainer(
-        callbacks=[callback, Tell(tmp_path)], devices=2, limit_val_batches=0, max_epochs=1, **arguments
+    # asserts in the process of each rank count for nothing unless they were reached
+    tell = LambdaCallback(
+        on_fit_end=lambda trainer, module: (tmp_path / f"rank{trainer.global_rank}").write_text(str(module.is_checked))
     )
-    trainer.fit(model)
+    make_trainer(callbacks=[callback, tell], devices=2, max_epochs=1, **arguments).fit(model)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["True", "True"]
 
 
-CLIPPING = [{}, {"gradient_clip_val": 0.05}]
-
-
-@pytest.mark.parametrize("weight", [None, "tokens"])
-@pytest.mark.parametrize("arguments", CLIPPING, ids=["plain", "clipped"])
-def test_gradients_under_ddp_are_those_of_the_big_batch(make_trainer, tmp_path, weight, arguments):
-    model = Split(ragged_batches(2 * NUM_BATCHES, is_ragged=weight is not None), weight)
-    arguments = {"strategy": "ddp_fork", "use_distributed_sampler": False, **arguments}
-    run(make_trainer, tmp_path, model, AccumulationScheduler({0: 3}, weight=weight), **arguments)
-
-
-@pytest.mark.parametrize("weight", [None, "tokens"])
-@pytest.mark.parametrize("arguments", CLIPPING, ids=["plain", "clipped"])
-def test_gradients_under_fsdp2_are_those_of_the_big_batch(make_trainer, tmp_path, weight, arguments):
-    model = Sharded(ragged_batches(2 * NUM_BATCHES, is_ragged=weight is not None), weight)
-    arguments = {
-        "strategy": Forking(),
-        "use_distributed_sampler": False,
-        **arguments,
-    }
+@pytest.mark.parametrize(
+    ("is_sharded", "weight", "clipping"), [(False, None, 0.05), (False, "tokens", None), (True, "tokens", 0.05)]
+)
+def test_gradients_are_those_of_the_big_batch(make_trainer, tmp_path, is_sharded, weight, clipping):
+    make, strategy = (Sharded, Forking()) if is_sharded else (Split, "ddp_fork")
+    model = make(ragged_batches(2 * NUM_BATCHES, is_ragged=weight is not None), weight)
+    arguments = {"strategy": strategy, "use_distributed_sampler": False, "gradient_clip_val": clipping}
     run(make_trainer, tmp_path, model, AccumulationScheduler({0: 3}, weight=weight), **arguments)
 
 

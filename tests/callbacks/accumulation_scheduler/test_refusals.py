@@ -1,6 +1,5 @@
 """AccumulationScheduler: what it does not take, and how it says so."""
 
-import copy
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -39,10 +38,8 @@ NAME = "AccumulationScheduler"
             f"{NAME}(by_epoch) must not be empty. {{0: 8}} accumulates 8 micro-batches throughout.",
         ),
         ({"by_epoch": {True: 2}}, TypeError, f"{NAME}(by_epoch) must have epochs as keys, got True of type bool."),
-        ({"by_step": {"0": 2}}, TypeError, f"{NAME}(by_step) must have steps as keys, got '0' of type str."),
         ({"by_step": {-1: 2}}, ValueError, f"{NAME}(by_step) must have steps from 0 on as keys, got -1."),
         ({"by_epoch": {0: True}}, TypeError, f"{NAME}(by_epoch)[0] must be an int, got True of type bool."),
-        ({"by_epoch": {0: 2.0}}, TypeError, f"{NAME}(by_epoch)[0] must be an int, got 2.0 of type float."),
         ({"by_epoch": {3: 0}}, ValueError, f"{NAME}(by_epoch)[3] must be at least 1, got 0."),
         (
             {"by_epoch": {4: 2, 0: 8}},
@@ -50,7 +47,6 @@ NAME = "AccumulationScheduler"
             f"{NAME}(by_epoch) must be in ascending order, got {{4: 2, 0: 8}}: {{0: 8, 4: 2}}.",
         ),
         ({"target_batch_size": 0}, ValueError, f"{NAME}(target_batch_size) must be at least 1, got 0."),
-        ({"target_batch_size": "8"}, TypeError, f"{NAME}(target_batch_size) must be an int, got '8' of type str."),
         (
             {"target_batch_size": 8, "round": "nearest"},
             ValueError,
@@ -67,11 +63,6 @@ NAME = "AccumulationScheduler"
             f"{NAME}(weight) must be a function or one of samples, tokens, shifted_tokens, got 'words'.",
         ),
         (
-            {"by_epoch": {0: 2}, "weight": 2},
-            TypeError,
-            f"{NAME}(weight) must be a function or one of samples, tokens, shifted_tokens, got 2 of type int.",
-        ),
-        (
             {"by_epoch": {0: 2}, "correct_batch_norm": 1},
             TypeError,
             f"{NAME}(correct_batch_norm) must be True or False, got 1 of type int.",
@@ -84,12 +75,8 @@ def test_refuses(arguments, error, message):
     assert str(caught.value) == message
 
 
-
-
 class Manual(Scalar):
     automatic_optimization = False
-
-
 
 
 class TakesIterator(Scalar):
@@ -108,13 +95,6 @@ class WithLBFGS(Scalar):
     [
         (
             Manual,
-            [],
-            {},
-            f"{NAME} does not work with manual optimization: training_step calls the optimizer itself. "
-            "Accumulate there, or set automatic_optimization=True.",
-        ),
-        (
-            LateManual,
             [],
             {},
             f"{NAME} does not work with manual optimization: training_step calls the optimizer itself. "
@@ -253,25 +233,12 @@ def test_a_target_that_cannot_be_met_is_refused_before_the_first_batch(make_trai
     assert module.gradients == []
 
 
-
-
-
-
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore:LightningCLI's args parameter", "ignore:No seed found"
 )
-class TestCommandLine:
-    def parse(self, *args):
-        fixed = [f"--config={CONFIG}", "--model.values=[1]", "--trainer.logger=false"]
-        cli = LightningCLI(Scalar, args=[*fixed, *args], run=False, save_config_callback=None)
-        (callback,) = (c for c in cli.trainer.callbacks if isinstance(c, AccumulationScheduler))
-        return callback
-
-
-    @pytest.mark.parametrize("text", ["{0: 2, 9: 3}", '{"0": 2, "9": 3}'])
-    def test_keys_are_numbers_however_they_are_written(self, text):
-        callback = self.parse("--trainer.callbacks.init_args.by_epoch", text)
-        assert (callback._schedule.starts, callback._schedule.factors) == ((0, 9), (2, 3))
-
-
-
+@pytest.mark.parametrize("text", ["{0: 2, 9: 3}", '{"0": 2, "9": 3}'])
+def test_keys_are_numbers_however_they_are_written_on_the_command_line(text):
+    args = [f"--config={CONFIG}", "--model.values=[1]", "--trainer.callbacks.init_args.by_epoch", text]
+    cli = LightningCLI(Scalar, args=[*args, "--trainer.logger=false"], run=False, save_config_callback=None)
+    (callback,) = (c for c in cli.trainer.callbacks if isinstance(c, AccumulationScheduler))
+    assert (callback._schedule.starts, callback._schedule.factors) == ((0, 9), (2, 3))

@@ -1,13 +1,8 @@
 """AccumulationScheduler: what others see of the trainer before, beside and after the training."""
 
-import copy
-import pickle
-
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from lightning.pytorch.tuner import Tuner
 from support.accumulation_models import Scalar
 from torch.utils.data import DataLoader
 
@@ -44,12 +39,6 @@ def test_the_number_of_steps_and_the_first_factor_are_known_from_setup_on(make_t
     assert trainer.accumulate_grad_batches == 1
 
 
-
-
-
-
-
-
 class Tuned(Scalar):
     def __init__(self, values, batch_size=1):
         super().__init__(values, batch_size)
@@ -68,39 +57,26 @@ class Tuned(Scalar):
 
 
 @pytest.mark.filterwarnings("ignore:.*suggestion", "ignore:.*not enough points")
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: next(iter(schedule)))
-@pytest.mark.parametrize("place", ["before", "after", "alone"])
-def test_a_search_for_a_learning_rate_accumulates(make_trainer, tmp_path, schedule, place):
-    ours = [] if place == "alone" else [AccumulationScheduler(**schedule)]
-    finder = LearningRateFinder(num_training_steps=5)
-    callbacks = [finder, *ours] if place == "after" else [*ours, finder]
+@pytest.mark.parametrize(("schedule", "is_first"), [({"by_step": {0: 4}}, True), ({"target_batch_size": 4}, False)])
+def test_a_search_for_a_learning_rate_accumulates(make_trainer, schedule, is_first):
+    ours, finder = AccumulationScheduler(**schedule), LearningRateFinder(num_training_steps=5)
     model = Tuned(torch.linspace(0, 1, 80))
-    arguments = {"accumulate_grad_batches": 4} if place == "alone" else {}
-    trainer = make_trainer(
-        callbacks=callbacks, limit_val_batches=0, max_steps=2, max_epochs=-1, default_root_dir=tmp_path, **arguments
-    )
+    callbacks = [ours, finder] if is_first else [finder, ours]
+    trainer = make_trainer(callbacks=callbacks, max_steps=2, max_epochs=-1)
     trainer.fit(model)
     assert model.events == "mmmmS" * (finder.optimal_lr._total_batch_idx + 1 + 8 >> 2)
     assert trainer.global_step == 2
     assert len(finder.optimal_lr.results["lr"]) == len(finder.optimal_lr.results["loss"]) > 0
 
 
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_batch_sizes_that_are_tried_need_not_divide_the_target(make_trainer, tmp_path, is_first):
+def test_batch_sizes_that_are_tried_need_not_divide_the_target(make_trainer):
     callbacks = [
         AccumulationScheduler(target_batch_size=12, round="up"),
         BatchSizeFinder(steps_per_trial=1, max_trials=2),
     ]
     model = Tuned(torch.linspace(0, 1, 48), batch_size=5)
     model.train_dataloader = lambda: DataLoader(model.values, batch_size=model.batch_size)
-    trainer = make_trainer(
-        callbacks=callbacks if is_first else callbacks[::-1],
-        limit_val_batches=0,
-        max_epochs=1,
-        default_root_dir=tmp_path,
-    )
+    trainer = make_trainer(callbacks=callbacks, max_epochs=1)
     trainer.fit(model)
     assert model.batch_size == 4
     assert model.events[-16:] == "mmmS" * 4
