@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.evil import Evil
@@ -33,7 +33,6 @@ from torch.utils.data import DataLoader
 from lightning_vram.callbacks.slurm_requeue import callback as slurm_requeue
 from lightning_vram.callbacks.slurm_requeue import job
 from lightning_vram.callbacks.slurm_requeue.callback import JobStopped, SlurmRequeue
-from lightning_vram.callbacks.slurm_requeue.job import RequeueFolder
 from lightning_vram.checkpoint_io import StreamedCheckpointIO
 from lightning_vram.core.processes import note_signal
 
@@ -60,9 +59,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 MID_WINDOW = "validation between batches of one step"
 CASES = {
     "epochs with validation": ({}, {}, []),
-    "epochs without": ({}, {"limit_val_batches": 0}, [5]),
     "validation within epochs": ({"num_batches": 5}, {"val_check_interval": 2, "max_epochs": 1}, [8]),
-    "validation after every batch": ({"num_batches": 2}, {"val_check_interval": 1}, []),
     "validation across epochs": ({}, {"check_val_every_n_epoch": None, "val_check_interval": 2}, []),
     "accumulation": ({"num_batches": 4}, {"accumulate_grad_batches": 2, "limit_val_batches": 0}, [6, 7]),
     MID_WINDOW: (
@@ -70,13 +67,9 @@ CASES = {
         {"accumulate_grad_batches": 2, "val_check_interval": 3, "max_epochs": 1},
         [6],
     ),
-    "one batch per epoch": ({"num_batches": 1}, {"max_epochs": 3}, []),
     "one batch per epoch without validation": ({"num_batches": 1}, {"max_epochs": 4, "limit_val_batches": 0}, [3]),
     "max_steps": ({}, {"max_epochs": -1, "max_steps": 5}, [6]),
-    "limit_train_batches": ({"num_batches": 5}, {"limit_train_batches": 3}, []),
-    "a generator of the loader's own": ({"num_batches": 3, "has_generator": True}, {"max_epochs": 3}, []),
-    "the same and limit_train_batches": ({"num_batches": 4, "has_generator": True}, {"limit_train_batches": 2}, []),
-    "the same and workers": ({"num_batches": 2, "has_generator": True, "num_workers": 1}, {}, []),
+    "a generator of the loader's own": ({"num_batches": 4, "has_generator": True}, {"limit_train_batches": 2}, []),
     "checkpoints that are streamed": ({}, {"plugins": [StreamedCheckpointIO()]}, []),
 }
 
@@ -114,7 +107,7 @@ class Plateau(Noting):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
 
 
-@pytest.mark.parametrize("at", range(0, 14, 2))
+@pytest.mark.parametrize("at", [4, 8])
 def test_a_scheduler_that_follows_a_metric_misses_no_step(at, slurm, tmp_path):
     expected = fit(Plateau, tmp_path, SlurmRequeue(), max_epochs=3)
     assert expected.trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
@@ -127,22 +120,20 @@ def test_a_scheduler_that_follows_a_metric_misses_no_step(at, slurm, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
-@pytest.mark.parametrize("at", [1, 4])
-def test_worker_processes_go_on_with_the_right_sample(at, slurm, tmp_path):
+def test_worker_processes_go_on_with_the_right_sample(slurm, tmp_path):
     make = partial(Noting, num_workers=1)
     expected = fit(make, tmp_path, SlurmRequeue())
-    stopped = fit(make, tmp_path, Send(at), SlurmRequeue())
+    stopped = fit(make, tmp_path, Send(4), SlurmRequeue())
     assert stopped.code == 0
     slurm.start(1)
     assert_went_on(expected, stopped, fit(make, tmp_path, SlurmRequeue()))
 
 
-@pytest.mark.parametrize("second", [0, 1, 4])
-def test_a_run_is_stopped_again_after_a_restart(second, slurm, tmp_path):
+def test_a_run_is_stopped_again_after_a_restart(slurm, tmp_path):
     expected = fit(Noting, tmp_path, SlurmRequeue())
     parts = [fit(Noting, tmp_path, Send(0), SlurmRequeue())]
     slurm.start(1)
-    parts.append(fit(Noting, tmp_path, Send(second), SlurmRequeue()))
+    parts.append(fit(Noting, tmp_path, Send(1), SlurmRequeue()))
     assert slurm.asked == [ASK, REQUEUE]
     slurm.start(2)
     parts.append(fit(Noting, tmp_path, SlurmRequeue()))
@@ -166,9 +157,9 @@ class WithWorkers(Noting):
         return [self.make_loader(NUM_VAL_BATCHES, num_workers=1) for _ in range(2)]
 
 
-@pytest.mark.quick_sample(2)
-@pytest.mark.parametrize("number", [USR1, TERM])
-@pytest.mark.parametrize("at", [1, 3, 3 + NUM_VAL_BATCHES], ids=["training", "validation", "the second validation"])
+@pytest.mark.parametrize(
+    ("number", "at"), [(USR1, 1), (TERM, 3 + NUM_VAL_BATCHES)], ids=["training", "the second validation"]
+)
 def test_workers_outlive_what_slurm_sends_to_all_processes(number, at, slurm, tmp_path):
     slurm.answer("JobState=RUNNING")
     send = Send(at, number, to_all=True)
@@ -179,8 +170,9 @@ def test_workers_outlive_what_slurm_sends_to_all_processes(number, at, slurm, tm
     assert list(tmp_path.glob("slurm_requeue/*/*/fit.ckpt"))
 
 
-@pytest.mark.parametrize("is_same", [True, False], ids=["one callback", "one for each Trainer"])
-@pytest.mark.parametrize("at", [None, 5], ids=["between the runs", "at the end of the fit"])
+@pytest.mark.parametrize(
+    ("is_same", "at"), [(True, None), (False, 5)], ids=["between the runs", "at the end of the fit, other callback"]
+)
 def test_a_signal_after_the_last_batch_of_a_fit_stops_the_test(is_same, at, slurm, tmp_path):
     first = SlurmRequeue()
     second = first if is_same else SlurmRequeue()
@@ -194,12 +186,11 @@ def test_a_signal_after_the_last_batch_of_a_fit_stops_the_test(is_same, at, slur
     assert count.num_batches == 1
 
 
-@pytest.mark.parametrize("number", [USR1, TERM])
-def test_a_program_that_goes_on_after_an_error_outlives_a_signal(number, slurm, tmp_path):
+def test_a_program_that_goes_on_after_an_error_outlives_a_signal(slurm, tmp_path):
     callback = SlurmRequeue()
     with pytest.raises(PlantedError):
         make_trainer(tmp_path, Fail(1), callback).fit(Noting())
-    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), TERM)
     with pytest.raises(JobStopped):
         make_trainer(tmp_path, callback).test(Noting())
     end_process(callback)
@@ -237,16 +228,10 @@ def test_signals_that_came_before_the_fit_are_taken_in(slurm, tmp_path):
 def test_another_signal_and_another_folder(slurm, tmp_path):
     expected = fit(Noting, tmp_path, SlurmRequeue())
     make = partial(SlurmRequeue, tmp_path / "shared", "USR2")
-    before = signal.getsignal(USR1)
-    usr1 = []
-
-    class Look(pl.Callback):
-        def on_train_start(self, *args):
-            usr1.append(signal.getsignal(USR1))
-
+    before, look = signal.getsignal(USR1), Look()
     slurm.start(0)
-    stopped = fit(Noting, tmp_path, Send(1, USR2), Look(), make())
-    assert (stopped.code, usr1) == (0, [before])
+    stopped = fit(Noting, tmp_path, Send(1, USR2), look, make())
+    assert (stopped.code, [each[USR1] for each in look.handlers]) == (0, [before])
     assert (tmp_path / "shared" / "slurm_requeue" / JOB_ID / "step-0" / "fit.ckpt").exists()
     slurm.start(1)
     assert_went_on(expected, stopped, fit(Noting, tmp_path, make()))
@@ -273,8 +258,6 @@ def test_another_job_does_not_go_on_from_it(slurm, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "18")
     assert_went_on(expected, fit(Noting, tmp_path, SlurmRequeue()))
     assert [folder.name for folder in (tmp_path / "slurm_requeue").iterdir()] == [JOB_ID]
-
-
 
 
 def test_a_module_may_keep_objects_in_the_checkpoint(slurm, tmp_path):
@@ -334,8 +317,6 @@ def test_an_open_folder_does_not_keep_a_plain_program_from_going_on(slurm, tmp_p
     assert_went_on(expected, stopped, fit(Noting, tmp_path, SlurmRequeue()))
 
 
-
-
 # --- checkpoints of ModelCheckpoint
 
 
@@ -343,20 +324,16 @@ def save_last(folder: Path) -> ModelCheckpoint:
     return ModelCheckpoint(folder / "saved", every_n_train_steps=1, save_last=True, save_top_k=0)
 
 
-SKIPPED = pytest.mark.xfail(reason="Lightning 2.6 leaves out the validation that was due")
-
-
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize(
     ("at", "limit_val_batches", "ckpt_path"),
     [
-        (1, 2, None),
         (2, 2, "last"),  # outside of a job
-        pytest.param(3, 2, None, marks=SKIPPED),
+        pytest.param(
+            3, 2, None, marks=pytest.mark.xfail(reason="Lightning 2.6 leaves out the validation that was due")
+        ),
         (3, 0, "last"),
         (4, 2, None),
-        (4, 0, "last"),
-        (5, 0, None),
     ],
 )
 def test_a_run_that_failed_goes_on_from_the_last_checkpoint(
@@ -409,8 +386,7 @@ def test_a_checkpoint_older_than_the_job_is_not_taken(slurm, tmp_path, said):
 # --- evaluation alone
 
 
-@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
-@pytest.mark.parametrize(("number", "code"), [(USR1, 0), (TERM, 1)])
+@pytest.mark.parametrize(("verb", "number", "code"), [("validate", USR1, 0), ("test", TERM, 1), ("predict", USR1, 0)])
 def test_an_evaluation_is_requeued_and_saves_nothing(verb, number, code, slurm, tmp_path, said):
     slurm.answer("JobState=RUNNING" if number == USR1 else "JobState=COMPLETING")
     send, callback = Send(0, number), SlurmRequeue()
@@ -437,46 +413,18 @@ def test_the_sanity_check_is_not_stopped(slurm, tmp_path):
 # --- what is said
 
 
-def refused(why: str) -> str:
-    return f"job {JOB_ID} could not be requeued ({why}): submit it again"
-
-
-REQUEUED = f"job {JOB_ID} is requeued"
+NO_SCONTROL = f"job {JOB_ID} could not be requeued ([Errno 2] No such file or directory: 'scontrol'): submit it again"
 ASK, REQUEUE = f"show job --oneliner {JOB_ID}", f"requeue {JOB_ID}"
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # all that SLURM may answer: test_job.py
     ("number", "answer", "code", "outcome", "asked"),
     [
-        (USR1, ("JobState=RUNNING Restarts=0",), 0, REQUEUED, [ASK, REQUEUE]),
-        (USR1, ("JobState=COMPLETING Reason=None",), 1, f"job {JOB_ID} was cancelled and is not requeued", [ASK]),
-        (TERM, ("JobState=RUNNING Restarts=0",), 0, REQUEUED, [ASK, REQUEUE]),
-        (TERM, ("JobState=COMPLETING Reason=TimeLimit",), 0, REQUEUED, [ASK, REQUEUE]),
-        (TERM, ("JobState=COMPLETING Reason=None",), 1, f"job {JOB_ID} was cancelled and is not requeued", [ASK]),
-        (TERM, ("JobState=PENDING Restarts=1",), 0, f"job {JOB_ID} has been requeued", [ASK]),
-        (
-            USR1,
-            ("", "It is disabled", 1),
-            1,
-            refused("It is disabled"),
-            [ASK, REQUEUE],
-        ),
-        (USR1, ("", "", 3), 1, refused("scontrol ended with 3"), [ASK, REQUEUE]),
-        (TERM, ("", "Unable to contact", 1), 1, refused("Unable to contact"), [ASK, REQUEUE]),
-        (USR1, None, 1, refused("[Errno 2] No such file or directory: 'scontrol'"), []),
+        (USR1, "JobState=RUNNING Restarts=0", 0, f"job {JOB_ID} is requeued", [ASK, REQUEUE]),
+        (TERM, "JobState=COMPLETING Reason=None", 1, f"job {JOB_ID} was cancelled and is not requeued", [ASK]),
+        (USR1, None, 1, NO_SCONTROL, []),
     ],
-    ids=[
-        "announced",
-        "cancelled after that",
-        "preempted",
-        "time limit",
-        "cancelled",
-        "requeued",
-        "refused",
-        "silent",
-        "gone",
-        "no scontrol",
-    ],
+    ids=["announced", "cancelled", "no scontrol"],
 )
 @pytest.mark.filterwarnings("ignore:SlurmRequeue cannot find scontrol")
 def test_what_becomes_of_the_job_is_said(number, answer, code, outcome, asked, slurm, tmp_path, said, monkeypatch):
@@ -484,7 +432,7 @@ def test_what_becomes_of_the_job_is_said(number, answer, code, outcome, asked, s
     if answer is None:
         slurm.take_away()
     else:
-        slurm.answer(*answer)
+        slurm.answer(answer)
     stopped = fit(Noting, tmp_path, Send(1, number), SlurmRequeue())
     path = tmp_path / "slurm_requeue" / JOB_ID / "step-0" / "fit.ckpt"
     assert said == [f"SlurmRequeue: {number.name} at step 2: saved {path} in 0.0 s; {outcome}."]
@@ -495,7 +443,7 @@ def test_what_becomes_of_the_job_is_said(number, answer, code, outcome, asked, s
 # --- refusals
 
 
-@pytest.mark.parametrize("name", ["SIGNAL", "KILL", "SIGSTOP", "SIGTERM", "TERM", ""])
+@pytest.mark.parametrize("name", ["SIGNAL", "KILL", "SIGTERM"])
 def test_a_signal_that_cannot_be_used_is_refused(name):
     message = rf"^SlurmRequeue\(requeue_signal\) must be a signal like 'SIGUSR1', got '{name}'\.$"
     with pytest.raises(ValueError, match=message):
@@ -507,6 +455,10 @@ def test_arguments_of_a_wrong_type_are_refused():
         SlurmRequeue(requeue_signal=10)
     with pytest.raises(TypeError, match=r"^SlurmRequeue\(dirpath\) must be a path or None, got 3 of type int\.$"):
         SlurmRequeue(3)
+    with pytest.raises(
+        TypeError, match=r"^SlurmRequeue\(weights_only\) must be True or False, got 'no' of type str\.$"
+    ):
+        SlurmRequeue(weights_only="no")
 
 
 def test_tasks_that_srun_did_not_start_are_refused(slurm, monkeypatch):
@@ -545,11 +497,9 @@ def test_a_second_fit_of_the_program_is_refused(slurm, tmp_path):
     )
 
 
-@pytest.mark.parametrize("tuner", [LearningRateFinder, BatchSizeFinder])
-def test_tuners_are_refused_in_a_job(tuner, slurm, tmp_path, monkeypatch):
-    monkeypatch.setattr(Noting, "batch_size", 2, raising=False)
-    assert refuse(tmp_path, tuner(), SlurmRequeue()) == (
-        f"SlurmRequeue does not work with {tuner.__name__}: a restarted job would search again. Search in a program of "
+def test_tuners_are_refused_in_a_job(slurm, tmp_path):
+    assert refuse(tmp_path, LearningRateFinder(), SlurmRequeue()) == (
+        "SlurmRequeue does not work with LearningRateFinder: a restarted job would search again. Search in a program of "
         "its own, and give its result to this one."
     )
 
@@ -574,8 +524,6 @@ def test_a_folder_that_cannot_be_written_is_refused(slurm, tmp_path):
     )
 
 
-
-
 # --- handlers
 
 
@@ -593,18 +541,16 @@ class Look(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.handlers.append(handlers())
         environment = trainer._accelerator_connector.cluster_environment
-        assert isinstance(environment, SLURMEnvironment)
-        self.auto_requeue.append(environment.auto_requeue)
+        self.auto_requeue.append(getattr(environment, "auto_requeue", None))
 
 
-@pytest.mark.parametrize("of_user", [True, False])
-def test_lightnings_requeueing_is_off_meanwhile(of_user, slurm, tmp_path):
-    environment, look, callback = SLURMEnvironment(auto_requeue=of_user), Look(), SlurmRequeue()
+def test_lightnings_requeueing_is_off_meanwhile(slurm, tmp_path):
+    environment, look, callback = SLURMEnvironment(auto_requeue=True), Look(), SlurmRequeue()
     before = handlers()
     for _ in range(2):
         slurm.start(0)
         fit(Noting, tmp_path, look, callback, plugins=[environment])
-        assert environment.auto_requeue == of_user
+        assert environment.auto_requeue
         assert handlers() == before
     assert look.auto_requeue == [False, False]
     assert [each[USR1] == note_signal for each in look.handlers] == [True, True]
@@ -638,24 +584,12 @@ def test_after_the_stop_signals_do_nothing_more(slurm, tmp_path):
     end_process(callback)
 
 
-
-
-def test_outside_of_a_job_signals_are_left_alone(slurm, tmp_path, monkeypatch):
-    monkeypatch.delenv("SLURM_JOB_ID")
-    before, seen = handlers(), []
-
-    class Look(pl.Callback):
-        def on_train_start(self, *args):
-            seen.append(handlers()[USR1])
-
-    fit(Noting, tmp_path, Look(), SlurmRequeue(), plugins=[SLURMEnvironment(auto_requeue=False)])
-    assert seen == [before[USR1]]
-    assert not (tmp_path / "slurm_requeue").exists()
-
-
-def test_a_trial_run_is_left_alone(slurm, tmp_path):
-    look = Look()
-    fit(Noting, tmp_path, look, SlurmRequeue(), fast_dev_run=True, plugins=[SLURMEnvironment(auto_requeue=False)])
+@pytest.mark.parametrize("is_trial", [False, True], ids=["outside of a job", "a trial run"])
+def test_without_a_job_or_in_a_trial_run_signals_are_left_alone(is_trial, slurm, tmp_path, monkeypatch):
+    if not is_trial:
+        monkeypatch.delenv("SLURM_JOB_ID")
+    look, environment = Look(), SLURMEnvironment(auto_requeue=False)
+    fit(Noting, tmp_path, look, SlurmRequeue(), fast_dev_run=is_trial, plugins=[environment])
     assert [each[USR1] for each in look.handlers] == [handlers()[USR1]]
     assert not (tmp_path / "slurm_requeue").exists()
 

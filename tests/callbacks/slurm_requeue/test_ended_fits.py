@@ -9,9 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from support.helpers import PlantedError
-from support.requeue_runs import JOB_ID, FakeSlurm, Noting, Run, Send, end_process, fit, remove_folders
+from support.requeue_runs import FakeSlurm, Noting, Run, Send, end_process, fit, remove_folders
 from torch import Tensor
 
 from lightning_vram import FSDPOffloadStrategy
@@ -73,8 +73,6 @@ class Program:
 
 CASES: dict[str, Any] = {
     "epochs": lambda: ([], {}),
-    "in the middle of an epoch": lambda: ([], {"max_steps": 4, "max_epochs": -1}),
-    "stopped early": lambda: ([EarlyStopping("val_loss", patience=0, min_delta=100.0)], {"max_epochs": 9}),
     "stopped in the middle of an epoch": lambda: ([StopAt()], {}),
     "weights that are averaged at the end": lambda: ([StochasticWeightAveraging(0.1, 0.5)], {"max_epochs": 3}),
     "sharded": lambda: ([], {"strategy": FSDPOffloadStrategy(state_dict_type="sharded")}),
@@ -124,10 +122,6 @@ def test_a_fit_that_is_given_more_to_do_goes_on_from_its_end(slurm, tmp_path):
     slurm.start(2)
     again = fit(Noting, tmp_path, SlurmRequeue(), max_epochs=4, min_epochs=4)
     assert again.module.seen == expected.module.seen[8:]
-
-
-
-
 
 
 class Registry:

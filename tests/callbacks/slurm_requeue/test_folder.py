@@ -36,8 +36,6 @@ def test_a_job_has_a_folder_and_a_fit_a_file(tmp_path):
     folder.remove()
 
 
-
-
 def test_at_the_first_start_nothing_is_there(folder, tmp_path):
     for path in (folder.path / "fit.started", folder.checkpoint):
         write(path, 100.0)
@@ -59,8 +57,6 @@ def test_the_folder_of_a_job_is_for_this_user_alone(folder, tmp_path):
         assert folder.is_private()
 
 
-
-
 def test_the_newest_is_that_of_the_latest_time(folder, tmp_path):
     write(folder.path / "fit.started", 100.0)
     other, missing = write(tmp_path / "last.ckpt", 102.0), tmp_path / "missing.ckpt"
@@ -70,10 +66,6 @@ def test_the_newest_is_that_of_the_latest_time(folder, tmp_path):
     assert folder.newest([other]) == other
     write(folder.checkpoint, 103.0)
     assert folder.newest([other]) == folder.checkpoint
-
-
-
-
 
 
 def test_a_checkpoint_may_be_a_folder(folder, tmp_path):
@@ -92,8 +84,6 @@ def test_what_others_have_there_stays(folder, tmp_path):
     assert not folder.path.exists()
     assert of_other_step.is_open
     assert of_other_job.is_open
-
-
 
 
 @pytest.mark.parametrize("make", [Path.touch, Path.mkdir], ids=["file", "folder"])

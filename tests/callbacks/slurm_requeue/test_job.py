@@ -33,8 +33,6 @@ def test_an_element_of_an_array_has_its_own_number():
     assert job(SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2").job_id == "7_2"
 
 
-
-
 REQUEUED = (0, f"job {JOB_ID} is requeued")
 CANCELLED = (1, f"job {JOB_ID} was cancelled and is not requeued")
 HAS_BEEN = (0, f"job {JOB_ID} has been requeued")
