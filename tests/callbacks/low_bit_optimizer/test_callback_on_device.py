@@ -1,8 +1,8 @@
 """Moments in low bits on a device: they stay there, and come to the host in checkpoints and after the fit."""
 
+from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from support.devices import ACCELERATOR
@@ -24,22 +24,15 @@ class Looking(Layers):
         self.others = {one.device.type for one in values if one.dim()}
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_states_stay_on_the_device_and_a_resumed_run_has_the_same_bits(bits: Any, make_trainer: Any, tmp_path: Any):
-    def fit(ckpt_path: Any = None, max_epochs: int = 2) -> Any:
-        pl.seed_everything(0, verbose=False)
-        model = Looking(num_batches=6)
-        callback = LowBitOptimizer(bits=bits)
-        trainer = make_trainer(accelerator=ACCELERATOR, devices=1, callbacks=[callback], max_epochs=max_epochs)
-        trainer.fit(model, ckpt_path=ckpt_path)
-        return model, trainer
-
-    path = tmp_path / "last.ckpt"
-    model, trainer = fit(max_epochs=1)
+def test_states_stay_on_the_device_and_a_resumed_run_has_the_same_bits(fit: Any, tmp_path: Any):
+    options = {"accelerator": ACCELERATOR, "devices": 1}
+    train = partial(fit, partial(Looking, num_batches=6), LowBitOptimizer(4), **options)
+    path, model = tmp_path / "last.ckpt", train()
+    trainer = model.trainer
     trainer.save_checkpoint(path)
     assert model.places == {torch.accelerator.current_accelerator().type} == model.others
     after = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
     assert {getattr(value, "records", value).device.type for value in after} == {"cpu"}
     saved = torch.load(path, weights_only=True)["optimizer_states"][0]["state"].values()
     assert {(type(state["exp_avg"]), state["exp_avg"].device.type) for state in saved} == {(torch.Tensor, "cpu")}
-    assert_equal_weights(fit(path)[0], fit()[0])
+    assert_equal_weights(train(ckpt_path=path, max_epochs=2), train(max_epochs=2))
