@@ -1,7 +1,6 @@
 """What is planned at the start of a fit is what the fit does, and the results are those of the plain run."""
 
 import logging
-import pickle
 import re
 import warnings
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support.helpers import ForkingOffload, LitManual, TinyByteGPT, TinyCNN, assert_equal_weights, describe_module
+from support.helpers import ForkingOffload, TinyByteGPT, assert_equal_weights, describe_module
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_vram import ActivationCheckpointing, AutoVRAM, VRAMMonitor
@@ -82,28 +81,19 @@ def test_a_run_that_fits_stays_as_it_is(make_trainer, heard):
     assert auto.scheme is None
 
 
-@pytest.mark.slow_except("0.5")
-@pytest.mark.parametrize("share", [0.75, 0.5])
-def test_a_budget_is_kept_and_nothing_else_changes(share, make_trainer, heard):
-    monitor, auto = VRAMMonitor(track=True, path=None), AutoVRAM(int(share * PLAIN_BYTES))
+def test_a_budget_is_kept_and_nothing_else_changes(make_trainer, heard):
+    budget = int(0.5 * PLAIN_BYTES)
+    monitor, auto = VRAMMonitor(track=True, path=None), AutoVRAM(budget)
     plain, packed = fit(make_trainer), fit(make_trainer, auto, monitor)
     assert_equal_weights(plain, packed)
-    assert 0.8 * share * PLAIN_BYTES < peak_of(monitor) <= share * PLAIN_BYTES
-    assert auto.budget_bytes == int(share * PLAIN_BYTES)
+    assert 0.8 * budget < peak_of(monitor) <= budget == auto.budget_bytes
     assert "AutoVRAM: Fits with this plan: " in messages(heard)
     assert "EarlyRelease + ActivationCheckpointing(budget=" in " ".join(messages(heard).split())
     lines = [line.split() for line in messages(heard).splitlines() if line.strip()]
     assert [line[-1] for line in lines].count("baseline") == 1
     (chosen,) = (line for line in lines if line[0] == "*" and line[1].isdigit())
-    assert lines[lines.index(chosen) - int(chosen[1])] == [
-        "memory",
-        "of",
-        "budget",
-        "step",
-        "time",
-        "results",
-        "configuration",
-    ]
+    header = "memory of budget step time results configuration"
+    assert lines[lines.index(chosen) - int(chosen[1])] == header.split()
 
 
 def test_the_least_is_told_where_nothing_fits(make_trainer):
@@ -192,8 +182,6 @@ def test_the_precision_gives_way_to_a_plugin_for_the_fit(make_trainer):
     assert peak_of(monitors[1]) <= budget
 
 
-
-
 class Lengths(Dataset):
     """Sequences of several lengths, with noise from a generator of its own and a global one."""
 
@@ -259,8 +247,6 @@ def test_looking_at_batches_changes_neither_data_nor_random_numbers(make_trainer
     assert_equal_weights(plain, packed)
 
 
-
-
 def test_batches_that_hooks_change_are_not_compared(make_trainer):
     class Doubled(LitLengths):
         lengths = (8, 16)
@@ -271,10 +257,6 @@ def test_batches_that_hooks_change_are_not_compared(make_trainer):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="AutoVRAM")
         fit(make_trainer, AutoVRAM("1GiB"), model=Doubled)
-
-
-
-
 
 
 class RunsOut(LitGPT):
@@ -358,8 +340,6 @@ def test_all_ranks_refuse_alike(make_trainer):
     ("arguments", "error", "message"),
     [
         ({"allow": "some"}, ValueError, r"AutoVRAM\(allow\) must be 'exact', 'lossless' or 'any', got 'some'\."),
-        ({"budget": 0}, ValueError, r"AutoVRAM\(budget\) must be above 0, got 0\."),
-        ({"budget": 20}, ValueError, r"AutoVRAM\(budget\) has no unit, got 20: write '20GiB'\."),
         ({"budget": 1.5}, ValueError, r"AutoVRAM\(budget\) as a share .* at most 1, got 1\.5\."),
         ({"budget": [1]}, TypeError, r"AutoVRAM\(budget\) must be 'auto', bytes, .* got \[1\] of type list\."),
         ({"replan": 1}, TypeError, r"AutoVRAM\(replan\)"),
@@ -374,5 +354,3 @@ def test_wrong_arguments(arguments, error, message):
 def test_two_of_them_are_refused(make_trainer):
     with pytest.raises(MisconfigurationException, match=r"AutoVRAM can be used once, got several"):
         fit(make_trainer, AutoVRAM(), AutoVRAM("1GiB"))
-
-

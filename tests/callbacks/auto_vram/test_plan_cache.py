@@ -80,8 +80,6 @@ def test_another_step_of_the_same_weights_is_planned_again(fit, tmp_path):
     assert len(list(tmp_path.glob("auto_vram/*"))) >= 2
 
 
-
-
 def test_without_a_cache_plans_are_neither_written_nor_read(fit, tmp_path):
     fit(TIGHT, cache=False)
     assert not (tmp_path / "auto_vram").exists()
@@ -90,19 +88,11 @@ def test_without_a_cache_plans_are_neither_written_nor_read(fit, tmp_path):
     assert "earlier run" not in said
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "[]",
-        '{"budget_bytes": 1, "best": 9, "plain": 0, "tried": []}',
-        b"\xff\xfe",
-    ],
-)
+@pytest.mark.parametrize("text", [b"{", b"[]", b'{"budget_bytes": 1, "best": 9, "plain": 0, "tried": []}', b"\xff\xfe"])
 def test_a_file_that_is_no_plan_is_ignored_in_one_line(tmp_path, caplog, text):
     caplog.set_level(logging.INFO, "lightning.pytorch")
     path = tmp_path / "plan.json"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.write_bytes(text)
     assert load_plan(path, GIB) is None
     assert caplog.messages[-1].startswith(f"AutoVRAM: cached plans are not used, {path}: ")
 

@@ -1,18 +1,17 @@
 import logging
 import random
 import re
-import threading
 from contextlib import nullcontext
+from functools import partial
 
-import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support.helpers import BATCH_SIZE, ForkingOffload, LitTiny, TinyCNN, TinyGPT, assert_equal_weights
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from support.helpers import BATCH_SIZE, ForkingOffload, LitTiny, TinyCNN, TinyGPT
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_vram import ActivationCheckpointing, EmptyCache, LeanMixedPrecision, MemoryBudget, estimate_memory
+from lightning_vram import ActivationCheckpointing, LeanMixedPrecision, MemoryBudget, estimate_memory
 from lightning_vram.callbacks.memory_budget import callback
 from lightning_vram.estimation.estimate import Estimator
 
@@ -54,35 +53,37 @@ class Once(IterableDataset):
         return self.samples
 
 
-def fit(make_trainer, callbacks, data=None, **arguments):
-    pl.seed_everything(0, verbose=False)
-    model = LitTiny(TinyCNN())
-    make_trainer(callbacks=callbacks, **arguments).fit(model, *([] if data is None else [data()]))
-    return model
+def make_model():
+    return LitTiny(TinyCNN())
+
+
+class OnData(LitTiny):
+    """Trains on what ``load()`` returns."""
+
+    def __init__(self, load):
+        super().__init__(TinyCNN())
+        self.load = load
+
+    def train_dataloader(self):
+        return self.load()
 
 
 def own_order():
     return DataLoader(Drawing(), batch_size=BATCH_SIZE, shuffle=True, generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize(
-    "data", [own_order, lambda: DataLoader(Lines(), batch_size=4), lambda: DataLoader(Once(), batch_size=4)]
-)
-@pytest.mark.filterwarnings("ignore:MemoryBudget cannot estimate")
-def test_the_run_sees_the_same_data_and_random_numbers(data, make_trainer):
-    weights = [fit(make_trainer, callbacks, data, max_epochs=1) for callbacks in ([], [MemoryBudget()])]
-    assert_equal_weights(*weights)
+@pytest.mark.parametrize("load", [own_order, lambda: DataLoader(Lines(), batch_size=4)])
+def test_the_run_sees_the_same_data_and_random_numbers(load, same_as_baseline):
+    same_as_baseline(partial(OnData, load), MemoryBudget(), limit_val_batches=None)
 
 
-def test_what_can_be_read_once_is_not_read(make_trainer):
+def test_what_can_be_read_once_is_not_read(same_as_baseline):
     message = (
         "MemoryBudget cannot estimate whether the run fits: ValueError: reading Once would consume a batch of the run, "
         "and it cannot be copied. Training continues."
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
-        fit(make_trainer, [MemoryBudget()], lambda: DataLoader(Once(), batch_size=4), max_epochs=1)
-
-
+        same_as_baseline(partial(OnData, lambda: DataLoader(Once(), batch_size=4)), MemoryBudget())
 
 
 def test_a_module_that_makes_its_data_in_setup(make_trainer, caplog):
@@ -112,43 +113,29 @@ def test_loaders_that_are_combined(make_trainer, caplog):
     assert "MemoryBudget: Fits: " in caplog.text
 
 
-@pytest.mark.slow_except("accumulation")
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
-        {"precision": "bf16-mixed"},
-        {"precision": "bf16-true"},
-    ],
-    ids=["plain", "accumulation", "mixed", "true"],
-)
-def test_the_estimate_is_that_of_the_same_arguments(arguments, make_trainer, monkeypatch):
+def test_the_estimate_is_that_of_the_same_arguments(fit, monkeypatch):
     estimates = spy(monkeypatch)
-    fit(make_trainer, [MemoryBudget(), ActivationCheckpointing()], **arguments)
-    callbacks = [ActivationCheckpointing()]
-    alone = estimate_memory(
-        LitTiny(TinyCNN()), device="cpu", trainer={**arguments, "callbacks": callbacks}, find_limits=False
-    )
+    arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "precision": "bf16-mixed"}
+    fit(make_model, MemoryBudget(), ActivationCheckpointing(), limit_val_batches=None, **arguments)
+    trainer = {**arguments, "callbacks": [ActivationCheckpointing()]}
+    alone = estimate_memory(make_model(), device="cpu", trainer=trainer, find_limits=False)
     assert [each.peak_bytes for each in estimates] == [alone.peak_bytes]
 
 
 @pytest.mark.slow
-def test_plugins_and_strategies_are_those_of_the_trainer(make_trainer, monkeypatch):
+def test_plugins_and_strategies_are_those_of_the_trainer(fit, monkeypatch):
     estimates = spy(monkeypatch)
     plugin = LeanMixedPrecision("bf16", parameters="bf16+split")
-    fit(make_trainer, [MemoryBudget()], plugins=[plugin], max_epochs=1)
-    fit(make_trainer, [MemoryBudget()], strategy=ForkingOffload(min_params=1), devices=1, max_epochs=1)
-    lean = estimate_memory(LitTiny(TinyCNN()), device="cpu", trainer={"plugins": [plugin]}, find_limits=False)
-    sharded = estimate_memory(
-        LitTiny(TinyCNN()), device="cpu", trainer={"strategy": ForkingOffload(min_params=1)}, find_limits=False
-    )
-    assert [each.peak_bytes for each in estimates] == [lean.peak_bytes, sharded.peak_bytes]
+    fit(make_model, MemoryBudget(), plugins=[plugin], limit_val_batches=None)
+    fit(make_model, MemoryBudget(), strategy=ForkingOffload(min_params=1), devices=1, limit_val_batches=None)
+    alone = [
+        estimate_memory(make_model(), device="cpu", trainer=options, find_limits=False).peak_bytes
+        for options in ({"plugins": [plugin]}, {"strategy": ForkingOffload(min_params=1)})
+    ]
+    assert [each.peak_bytes for each in estimates] == alone
 
 
 def spy(monkeypatch):
-    from lightning_vram.callbacks.memory_budget import callback
-
     made = []
 
     class Spy(Estimator):
@@ -181,11 +168,9 @@ def test_a_run_that_does_not_fit_ends_before_it_begins(make_trainer):
     assert trainer not in begun
 
 
-def test_a_warning_lets_the_run_go_on(make_trainer):
-    plain = fit(make_trainer, [])
+def test_a_warning_lets_the_run_go_on(same_as_baseline):
     with pytest.warns(UserWarning, match=r"^MemoryBudget: Does not fit. .* The batch has 4 samples, and not even"):
-        model = fit(make_trainer, [MemoryBudget("10000B")])
-    assert_equal_weights(model, plain)
+        same_as_baseline(make_model, MemoryBudget("10000B"))
 
 
 def test_a_step_that_cannot_be_estimated_runs(make_trainer):
@@ -195,13 +180,8 @@ def test_a_step_that_cannot_be_estimated_runs(make_trainer):
                 raise RuntimeError("of the step")
             return super().training_step(batch, batch_idx)
 
-    with pytest.warns(
-        UserWarning,
-        match=(
-            r"^MemoryBudget cannot estimate whether the run fits: .*\. Training "
-            r"continues\.$"
-        ),
-    ):
+    message = r"^MemoryBudget cannot estimate whether the run fits: .*\. Training continues\.$"
+    with pytest.warns(UserWarning, match=message):
         make_trainer(callbacks=[MemoryBudget(on_excess="error")]).fit(Fails(TinyCNN()))
 
 
@@ -234,40 +214,19 @@ def test_bad_arguments(arguments, error, message):
         MemoryBudget(**arguments)
 
 
-def test_two_are_refused(make_trainer):
-    with pytest.raises(
-        MisconfigurationException,
-        match=(
-            r"^MemoryBudget can be used once, got several: a device has one "
-            r"budget\. Remove all but one\.$"
-        ),
-    ):
-        fit(make_trainer, [MemoryBudget(), MemoryBudget()])
-
-
-
-
+def test_two_are_refused(fit):
+    message = r"^MemoryBudget can be used once, got several: a device has one budget\. Remove all but one\.$"
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(make_model, MemoryBudget(), MemoryBudget())
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("limit", [0.9, "1000B"], ids=["fits", "does not fit"])
-def test_all_ranks_decide_alike(limit, make_trainer, make_model):
-    if limit == "1000B":
-        trainer = make_trainer(callbacks=[MemoryBudget(limit, on_excess="error")], strategy=ForkingOffload(), devices=2)
-        with pytest.raises(Exception, match=r"MemoryBudget: Does not fit"):
-            trainer.fit(make_model())
-        return
-    fitted = []
-    for callbacks in ([], [MemoryBudget(limit)]):
-        model = make_model()
-        make_trainer(callbacks=callbacks, strategy=ForkingOffload(), devices=2, max_epochs=1).fit(model)
-        fitted.append(model)
-    assert_equal_weights(*fitted)
-
-
-
-
+def test_all_ranks_decide_alike(make_trainer):
+    callback = MemoryBudget("1000B", on_excess="error")
+    trainer = make_trainer(callbacks=[callback], strategy=ForkingOffload(), devices=2)
+    with pytest.raises(Exception, match=r"MemoryBudget: Does not fit"):
+        trainer.fit(make_model())
 
 
 def test_progress_is_shown(make_trainer, monkeypatch):

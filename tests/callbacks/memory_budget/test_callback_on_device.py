@@ -3,9 +3,8 @@ import re
 
 import pytest
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.devices import ACCELERATOR, DEVICE, allocate_workspaces, at_size, device_module
-from support.helpers import LitTiny, TinyCNN, TinyGPT, assert_equal_weights
+from support.helpers import LitTiny, TinyCNN
 
 from lightning_vram import MemoryBudget
 from lightning_vram.memory.device.accelerators import ProcessLimit
@@ -14,20 +13,11 @@ from lightning_vram.memory.units import GIB, MIB, parse_bytes
 pytestmark = pytest.mark.device
 
 
-def fit(make_trainer, callbacks):
-    torch.manual_seed(0)
-    model = LitTiny(TinyCNN())
-    make_trainer(callbacks=callbacks, accelerator=ACCELERATOR, devices=1).fit(model)
-    return model
-
-
-
-
-def test_expected_is_held_against_measured_once(make_trainer, caplog):
+def test_expected_is_held_against_measured_once(fit, caplog):
     allocate_workspaces()
     others = torch.zeros(MIB, dtype=torch.uint8, device=DEVICE)
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
-        fit(make_trainer, [MemoryBudget()])
+        fit(lambda: LitTiny(TinyCNN()), MemoryBudget(), accelerator=ACCELERATOR, devices=1)
     ((measured, expected),) = re.findall(
         rf"up to the first optimizer step, peak memory on {DEVICE}:0 was (\d.*); predicted: (\d.*) \(",
         caplog.text,
@@ -51,9 +41,7 @@ def test_a_limit_holds_until_the_end_and_no_longer(make_trainer):
     assert device_module().get_per_process_memory_fraction(0) == before
 
 
-
-
-def test_a_limit_is_put_back():
+def test_limits_within_one_another_are_put_back():
     device = torch.device(DEVICE, 0)
     before = device_module().get_per_process_memory_fraction(device)
     outer = ProcessLimit(device, 1 << 60)

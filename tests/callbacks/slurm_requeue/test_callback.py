@@ -499,8 +499,8 @@ def test_a_second_fit_of_the_program_is_refused(slurm, tmp_path):
 
 def test_tuners_are_refused_in_a_job(slurm, tmp_path):
     assert refuse(tmp_path, LearningRateFinder(), SlurmRequeue()) == (
-        "SlurmRequeue does not work with LearningRateFinder: a restarted job would search again. Search in a program of "
-        "its own, and give its result to this one."
+        "SlurmRequeue does not work with LearningRateFinder: a restarted job would search again. Search in a "
+        "program of its own, and give its result to this one."
     )
 
 
