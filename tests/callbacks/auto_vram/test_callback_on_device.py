@@ -106,23 +106,6 @@ def test_a_share_of_the_plain_peak_is_kept_and_weights_are_equal(make_trainer, s
     assert "ActivationCheckpointing" in said[0]
 
 
-class LitReading(LitWide):
-    """Learns from what is above its mean, and twice from a large batch: values decide about sizes and branches."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        outputs = self.net(batch).square()
-        losses = outputs[outputs > outputs.mean()]
-        return losses.mean() + losses.sqrt().mean() if losses.mean() > 1e-3 else losses.mean()
-
-
-def test_a_step_that_reads_values_keeps_a_budget_as_well(make_trainer, said):
-    plain, planned = LitReading(), LitReading()
-    budget_bytes = int(0.75 * fit(make_trainer, plain))
-    assert fit(make_trainer, planned, AutoVRAM(budget_bytes)) <= budget_bytes
-    assert_equal_weights(planned, plain)
-    assert "ActivationCheckpointing" in said[0]
-
-
 class RunsOut:
     """Says that there is no more memory, in the forward of the second batch and in what is tried again.
 

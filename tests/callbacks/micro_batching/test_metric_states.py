@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, RunningMean, SumMetric
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError, PearsonCorrCoef
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
@@ -39,10 +39,8 @@ MEANS = {  # of samples: their values can be averaged
     "mean": (MeanMetric, numbers),
 }
 OTHERS = {
-    "sum": (SumMetric, numbers),
     "cat": (CatMetric, numbers),
     "area under the curve": (lambda: BinaryAUROC(thresholds=None), scores),
-    "min": (MinMetric, numbers),
     "max": (MaxMetric, numbers),
     "correlation": (PearsonCorrCoef, pairs),
 }
@@ -148,7 +146,6 @@ class Stubborn(Metric):
 WRAPPED = {
     "in place": (Stubborn, numbers),
     "classwise": (lambda: ClasswiseWrapper(MulticlassAccuracy(num_classes=3, average=None)), classes),
-    "running": (lambda: RunningMean(window=2), numbers),
     "min and max": (lambda: MinMaxMetric(MeanAbsoluteError()), pairs),
     "sum of metrics": (lambda: MeanAbsoluteError() + MeanSquaredError(), pairs),
 }
@@ -203,15 +200,6 @@ def test_a_metric_called_twice_in_a_step_shows_its_last_call():
             model.metric(last)
     assert model.metric._forward_cache == 2.0
     assert model.metric.compute() == 8.5
-
-
-def test_values_that_are_no_mean_show_that_of_the_last_micro_batch():
-    model = Model(SumMetric())
-    with ShownValues(model) as shown:
-        for value in (torch.tensor(1), torch.ones(2)):
-            shown.begin_part(1, 0.5)
-            model.metric._forward_cache = value
-    assert model.metric._forward_cache.tolist() == [1.0, 1.0]
 
 
 class Weak(torch.autograd.Function):

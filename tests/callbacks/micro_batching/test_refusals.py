@@ -197,19 +197,6 @@ def test_an_error_of_the_model_in_a_part_says_that_the_cut_may_be_its_cause(make
     ]
 
 
-def test_an_error_of_the_model_in_a_whole_batch_or_for_want_of_memory_stays_as_it_is(make_trainer) -> None:
-    class Failing(LitRegression):
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-            raise self.error_to_raise
-
-    for size, error in ((8, KeyError("x")), (4, torch.OutOfMemoryError("CUDA out of memory"))):
-        model = Failing()
-        model.error_to_raise = error
-        with pytest.raises(type(error)) as caught:
-            make_trainer(callbacks=[MicroBatching(size)]).fit(model)
-        assert not hasattr(caught.value, "__notes__")
-
-
 @pytest.mark.parametrize("is_method", [True, False], ids=["hook", "argument"])
 def test_the_user_may_split(make_trainer, is_method: bool) -> None:
     class Splitting(Weighted):

@@ -20,7 +20,6 @@ from support.requeue_runs import (
     JOB_ID,
     NUM_VAL_BATCHES,
     Fail,
-    FakeSlurm,
     Noting,
     Send,
     assert_went_on,
@@ -37,11 +36,6 @@ from lightning_vram.checkpoint_io import StreamedCheckpointIO
 from lightning_vram.core.processes import note_signal
 
 TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    return FakeSlurm(tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -27,12 +27,10 @@ pytestmark = [
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
 
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    slurm = FakeSlurm(tmp_path, monkeypatch)
+@pytest.fixture(autouse=True)
+def two_tasks(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"):
         monkeypatch.setenv(name, "2")
-    return slurm
 
 
 class Shared(Noting):

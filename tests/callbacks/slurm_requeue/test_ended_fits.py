@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from support.helpers import PlantedError
-from support.requeue_runs import FakeSlurm, Noting, Run, Send, end_process, fit, remove_folders
+from support.requeue_runs import Noting, Run, Send, end_process, fit, remove_folders
 from torch import Tensor
 
 from lightning_vram import FSDPOffloadStrategy
@@ -23,11 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
 ]
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    return FakeSlurm(tmp_path, monkeypatch)
 
 
 class StopAt(pl.Callback):

@@ -4,15 +4,10 @@ import subprocess
 
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support.requeue_runs import JOB_ID, TASK, FakeSlurm
+from support.requeue_runs import JOB_ID, TASK
 
 from lightning_vram.callbacks.slurm_requeue import job as slurm_job
 from lightning_vram.callbacks.slurm_requeue.job import SlurmJob, check_job
-
-
-@pytest.fixture
-def slurm(tmp_path, monkeypatch):
-    return FakeSlurm(tmp_path, monkeypatch)
 
 
 def job(**changes: str) -> SlurmJob:
