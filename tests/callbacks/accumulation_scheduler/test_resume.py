@@ -145,21 +145,6 @@ def test_a_checkpoint_in_the_middle_of_a_batch_does_not_count_it(make_trainer, t
     assert fit(start=5, ckpt_path=tmp_path / "checkpoint.ckpt") == [7]
 
 
-def test_checkpoints_of_runs_without_it_load_and_its_checkpoints_load_without_it(make_trainer, tmp_path):
-    path = tmp_path / "checkpoint.ckpt"
-
-    def fit(*callbacks, **arguments):
-        model = Scalar(range(1, 9))
-        make_trainer(callbacks=list(callbacks), limit_val_batches=0, max_epochs=2).fit(model, **arguments)
-        return model.gradients
-
-    fit(SaveAfter(8, path))
-    assert fit(AccumulationScheduler({1: 4}), ckpt_path=path) == [2.5, 6.5]
-    fit(SaveAfter(8, path), AccumulationScheduler({0: 4}))
-    with pytest.warns(UserWarning, match="without these callbacks: 'AccumulationScheduler'|AccumulationScheduler"):
-        assert fit(ckpt_path=path) == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
 def test_the_window_that_the_end_of_a_stream_closed_is_not_gone_on_with(make_trainer, tmp_path):
     """Lightning begins the next epoch of a checkpoint of its last batch in the middle of nowhere."""
 

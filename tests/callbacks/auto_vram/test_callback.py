@@ -7,7 +7,6 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import ForkingOffload, TinyByteGPT, assert_equal_weights, describe_module
 from torch.utils.data import DataLoader, Dataset
@@ -247,18 +246,6 @@ def test_looking_at_batches_changes_neither_data_nor_random_numbers(make_trainer
     assert_equal_weights(plain, packed)
 
 
-def test_batches_that_hooks_change_are_not_compared(make_trainer):
-    class Doubled(LitLengths):
-        lengths = (8, 16)
-
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            return torch.cat([batch, batch])
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="AutoVRAM")
-        fit(make_trainer, AutoVRAM("1GiB"), model=Doubled)
-
-
 class RunsOut(LitGPT):
     """As long as its layers keep more than their inputs."""
 
@@ -305,28 +292,6 @@ def test_where_no_plan_is_left_the_error_says_what_would_help(make_trainer, monk
         "AutoVRAM: no tighter plan is left. allow='lossless' would split the batch into micro-batches."
         in caught.value.__notes__
     )
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_all_ranks_make_one_plan(make_trainer):
-    fitted = []
-    for callbacks in ([], [AutoVRAM(int(0.6 * PLAIN_BYTES)), Schemes()]):
-        fitted.append(fit(make_trainer, *callbacks, strategy="ddp_fork", devices=2))
-    assert_equal_weights(*fitted)
-
-
-class Schemes(Callback):
-    """Checks that both ranks run with one plan, which is not that of the run as it is."""
-
-    takes_no_memory = True  # the steps that are planned with have no AutoVRAM
-
-    def on_train_start(self, trainer, pl_module):
-        (auto,) = (callback for callback in trainer.callbacks if isinstance(callback, AutoVRAM))
-        schemes = [None, None]
-        torch.distributed.all_gather_object(schemes, str(auto.scheme))
-        assert schemes[0] == schemes[1]
-        assert "ActivationCheckpointing" in schemes[0]
 
 
 @pytest.mark.distributed

@@ -10,15 +10,14 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pytorch_optimizer import Lion
-from support.helpers import Forking, ForkingOffload, LitManual, TinyGPT, assert_equal_weights
+from support.helpers import Forking, ForkingOffload, assert_equal_weights
 from support.host_layers import ADAMW, Layers
 from support.offload_nets import leave_group
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
-from lightning_vram import LowBitOptimizer, OptimizerInBackward, estimate_memory
+from lightning_vram import LowBitOptimizer, OptimizerInBackward
 from lightning_vram.core.tensors.codecs import LowBitTensor
-from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.optimizers.step_round import owner_of
 from lightning_vram.private_names.fsdp2 import local_shard
 
@@ -123,18 +122,6 @@ def test_it_is_undone_after_the_fit(fit):
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_two_optimizers_of_manual_optimization(make_trainer):
-    model = LitManual(TinyGPT())
-    trainer = make_trainer(callbacks=[LowBitOptimizer(bits=4)])
-    trainer.fit(model)
-    sgd, adamw = trainer.optimizers  # the first without momentum
-    assert not any(
-        isinstance(value, Tensor) and value.dim() for state in sgd.state.values() for value in state.values()
-    )
-    for parameter, state in adamw.state.items():
-        assert isinstance(state["exp_avg"], LowBitTensor) == (parameter.numel() >= 4096)
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize(("bits", "offload"), [(8, {}), (4, {"device_bytes": 0.5})])
 def test_under_fsdp_offload_moments_are_in_low_bits_wherever_they_are(bits, offload, fit):
@@ -195,14 +182,3 @@ def test_where_lost_updates_cannot_be_counted_is_refused(make_trainer):
 def test_other_bits_are_refused(bits: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{re.escape(f'LowBitOptimizer(bits) must be 8 or 4, got {bits!r}.')}$"):
         LowBitOptimizer(bits=bits)
-
-
-def test_an_estimate_counts_the_bytes_of_states() -> None:
-    def state_bytes(*callbacks: Any) -> int:
-        trainer = {"callbacks": list(callbacks), "enable_model_summary": False}
-        estimate = estimate_memory(Layers(), torch.zeros(8, 16), device="rtx4090", trainer=trainer, find_limits=False)
-        return estimate.timeline.peak_by_category[Category.OPTIMIZER_STATE]
-
-    num_blocks = 16 * 400 // 128 + math.ceil(400 * 30 / 128)
-    assert state_bytes(LowBitOptimizer(bits=8)) == 2 * (num_blocks * 132 + 4 * SMALL)
-    assert state_bytes(LowBitOptimizer(bits=4)) == 2 * (num_blocks * 68 + 4 * SMALL)

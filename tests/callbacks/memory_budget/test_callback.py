@@ -1,4 +1,3 @@
-import logging
 import random
 import re
 from contextlib import nullcontext
@@ -11,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import BATCH_SIZE, ForkingOffload, LitTiny, TinyCNN, TinyGPT
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_vram import ActivationCheckpointing, LeanMixedPrecision, MemoryBudget, estimate_memory
+from lightning_vram import ActivationCheckpointing, MemoryBudget, estimate_memory
 from lightning_vram.callbacks.memory_budget import callback
 from lightning_vram.estimation.estimate import Estimator
 
@@ -86,33 +85,6 @@ def test_what_can_be_read_once_is_not_read(same_as_baseline):
         same_as_baseline(partial(OnData, lambda: DataLoader(Once(), batch_size=4)), MemoryBudget())
 
 
-def test_a_module_that_makes_its_data_in_setup(make_trainer, caplog):
-    class Late(LitTiny):
-        def setup(self, stage):
-            self.samples = self.net.samples(8)
-
-        def train_dataloader(self):
-            return DataLoader(self.samples, batch_size=4)
-
-    with caplog.at_level(logging.INFO, "lightning.pytorch"):
-        make_trainer(callbacks=[MemoryBudget()], max_epochs=1).fit(Late(TinyCNN()))
-    assert "MemoryBudget: Fits: " in caplog.text
-
-
-def test_loaders_that_are_combined(make_trainer, caplog):
-    class Both(LitTiny):
-        def training_step(self, batch, batch_idx):
-            return self.loss(batch["one"]) + self.loss(batch["other"][0])
-
-        validation_step = training_step
-
-    net = TinyCNN()
-    loaders = {"one": DataLoader(net.samples(8), batch_size=4), "other": [DataLoader(net.samples(8), batch_size=2)]}
-    with caplog.at_level(logging.INFO, "lightning.pytorch"):
-        make_trainer(callbacks=[MemoryBudget()], max_epochs=1, limit_val_batches=0).fit(Both(net), loaders)
-    assert "MemoryBudget: Fits: " in caplog.text
-
-
 def test_the_estimate_is_that_of_the_same_arguments(fit, monkeypatch):
     estimates = spy(monkeypatch)
     arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "precision": "bf16-mixed"}
@@ -120,19 +92,6 @@ def test_the_estimate_is_that_of_the_same_arguments(fit, monkeypatch):
     trainer = {**arguments, "callbacks": [ActivationCheckpointing()]}
     alone = estimate_memory(make_model(), device="cpu", trainer=trainer, find_limits=False)
     assert [each.peak_bytes for each in estimates] == [alone.peak_bytes]
-
-
-@pytest.mark.slow
-def test_plugins_and_strategies_are_those_of_the_trainer(fit, monkeypatch):
-    estimates = spy(monkeypatch)
-    plugin = LeanMixedPrecision("bf16", parameters="bf16+split")
-    fit(make_model, MemoryBudget(), plugins=[plugin], limit_val_batches=None)
-    fit(make_model, MemoryBudget(), strategy=ForkingOffload(min_params=1), devices=1, limit_val_batches=None)
-    alone = [
-        estimate_memory(make_model(), device="cpu", trainer=options, find_limits=False).peak_bytes
-        for options in ({"plugins": [plugin]}, {"strategy": ForkingOffload(min_params=1)})
-    ]
-    assert [each.peak_bytes for each in estimates] == alone
 
 
 def spy(monkeypatch):

@@ -191,17 +191,6 @@ def test_a_collection_with_compute_groups_counts_each_batch_once(style):
     assert_same(split.compute(), plain.compute())
 
 
-def test_a_metric_called_twice_in_a_step_shows_its_last_call():
-    model = Model(MeanMetric())
-    with ShownValues(model) as shown:
-        for first, last in ((10.0, 1.0), (20.0, 3.0)):
-            shown.begin_part(1, 0.5)
-            model.metric(first)
-            model.metric(last)
-    assert model.metric._forward_cache == 2.0
-    assert model.metric.compute() == 8.5
-
-
 class Weak(torch.autograd.Function):
     """Saves what tells whether the graph is alive."""
 

@@ -208,45 +208,13 @@ def test_a_tuner_trains_before_the_fit_starts(fit) -> None:
     assert len(model.gradients) == 2 + 2
 
 
-class LitKeys(LitSum):
-    """Training batches hold what others lack, and its steps write into their batches."""
+def test_batches_to_predict_may_lack_labels_and_shared_keys(make_trainer) -> None:
+    class Predicting(LitOdd):
+        def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return self.error(batch)
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        assert batch["table"].shape == (3,)
-        batch["seen"] = True
-        return super().training_step(batch, batch_idx)
+        predict_dataloader = LitOdd.train_dataloader
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        batch["seen"] = True
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.is_seen = batch.get("seen", False)
-
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert batch["seen"]
-
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.error(batch)
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader([{**batch, "table": torch.ones(3)} for batch in super().train_dataloader()], batch_size=None)
-
-    def val_dataloader(self) -> DataLoader:
-        return LitSum.train_dataloader(self)
-
-    predict_dataloader = val_dataloader
-
-
-def test_other_batches_may_lack_shared_keys_and_labels_and_show_what_a_step_wrote(make_trainer) -> None:
-    trainer, model = (
-        make_trainer(callbacks=[MicroBatching(eval="auto", shared_keys=["table"])], max_epochs=1),
-        LitKeys(),
-    )
-    trainer.fit(model)
-    assert model.is_seen
-
-
-def test_predictions_need_no_labels_to_weigh_by(make_trainer) -> None:
-    trainer = make_trainer(callbacks=[MicroBatching(eval=3, weight="tokens")])
-    (first, _) = trainer.predict(LitKeys())
+    trainer = make_trainer(callbacks=[MicroBatching(eval=3, weight="tokens", shared_keys=["table"])])
+    (first, _) = trainer.predict(Predicting())
     assert first.shape == (8,)

@@ -11,7 +11,6 @@ from support.offload_nets import leave_group
 from torch import Tensor, nn
 
 from lightning_vram import MomentsInBF16
-from lightning_vram.optimizers.step_round import owner_of
 from lightning_vram.private_names.fsdp2 import local_shard
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -44,12 +43,6 @@ def test_moments_are_bf16_and_training_is_close(fit):  # other optimizers: optim
     assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
-def test_a_resumed_run_ends_at_the_same_bits(fit, tmp_path):
-    train = partial(fit, partial(Layers, num_batches=6), MomentsInBF16(), accumulate_grad_batches=2)
-    train().trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert_equal_weights(train(ckpt_path=tmp_path / "last.ckpt", max_epochs=2), train(max_epochs=2))
-
-
 class Loaded(Layers):
     """Notes the moments that it begins with."""
 
@@ -69,21 +62,6 @@ def test_checkpoints_are_plain_and_load_with_and_without(first, second, fit, tmp
         assert state["exp_avg"].dtype == (torch.bfloat16 if first else torch.float32)
         assert moment.dtype == (torch.bfloat16 if second else torch.float32)
         assert torch.equal(moment, state["exp_avg"].to(moment.dtype))
-
-
-def test_it_is_undone_after_the_fit(fit):
-    model = fit(partial(Layers, num_batches=3), MomentsInBF16())
-    (optimizer,) = model.trainer.optimizers
-    before = [state["exp_avg"].float() for state in optimizer.state.values()]
-    assert owner_of(optimizer) is None
-    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for state, moment in zip(optimizer.state.values(), before, strict=True):
-        assert {value.dtype for value in state.values()} == {torch.float32}
-        assert torch.equal(state["exp_avg"], moment / 2)
-    assert not optimizer._optimizer_step_pre_hooks
 
 
 @pytest.mark.distributed

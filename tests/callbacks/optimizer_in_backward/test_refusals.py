@@ -145,11 +145,6 @@ def test_fsdp_offload_is_refused(make_trainer):
     leave_group()
 
 
-def test_two_are_refused_by_lightning_which_would_save_both_under_one_name(make_trainer):
-    with pytest.raises(RuntimeError, match=r"^Found more than one stateful callback of type `OptimizerInBackward`"):
-        make_trainer(callbacks=[OptimizerInBackward(), OptimizerInBackward()])
-
-
 ABLE = "Adadelta, Adafactor, Adagrad, Adam, AdamW, Adamax, ASGD, Muon, NAdam, RAdam, RMSprop, Rprop, SGD"
 
 

@@ -113,16 +113,6 @@ def test_a_scheduler_that_follows_a_metric_misses_no_step(at, slurm, tmp_path):
     assert_went_on(expected, stopped, again)
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
-def test_worker_processes_go_on_with_the_right_sample(slurm, tmp_path):
-    make = partial(Noting, num_workers=1)
-    expected = fit(make, tmp_path, SlurmRequeue())
-    stopped = fit(make, tmp_path, Send(4), SlurmRequeue())
-    assert stopped.code == 0
-    slurm.start(1)
-    assert_went_on(expected, stopped, fit(make, tmp_path, SlurmRequeue()))
-
-
 def test_a_run_is_stopped_again_after_a_restart(slurm, tmp_path):
     expected = fit(Noting, tmp_path, SlurmRequeue())
     parts = [fit(Noting, tmp_path, Send(0), SlurmRequeue())]
@@ -566,16 +556,6 @@ def test_a_fit_that_fails_leaves_handlers_as_they_were(slurm, tmp_path):
     assert "advance" not in vars(trainer.fit_loop.epoch_loop)
     assert "_sigterm_notifier_fn" not in vars(trainer._signal_connector)
     assert list((tmp_path / "slurm_requeue" / JOB_ID / "step-0").glob("fit.started"))  # the job may be started again
-
-
-def test_after_the_stop_signals_do_nothing_more(slurm, tmp_path):
-    callback = SlurmRequeue()
-    trainer = make_trainer(tmp_path, Send(1), callback)
-    with pytest.raises(JobStopped):
-        trainer.fit(Noting())
-    os.kill(os.getpid(), TERM)  # by SLURM, which ends the job
-    os.kill(os.getpid(), USR1)
-    end_process(callback)
 
 
 @pytest.mark.parametrize("is_trial", [False, True], ids=["outside of a job", "a trial run"])
