@@ -16,6 +16,7 @@ from support.helpers import assert_equal_weights, fail_in
 from torch.utils.data import DataLoader
 
 from lightning_vram.callbacks.accumulation_scheduler.callback import AccumulationScheduler
+from lightning_vram.callbacks.micro_batching.callback import MicroBatching
 
 TOLERANCE = 1e-12
 
@@ -53,20 +54,22 @@ FACTORS = st.dictionaries(st.integers(0, 6), st.integers(1, 5), min_size=1, max_
 )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_batches=st.integers(1, 9),
     factors=FACTORS,
     unit=st.sampled_from(["by_epoch", "by_step"]),
     weight=st.sampled_from([None, "samples", "tokens", "shifted_tokens"]),
     num_epochs=st.integers(1, 3),
+    size=st.none() | st.integers(1, 4),
     seed=st.integers(0, 99),
 )
-def test_gradients_are_those_of_the_big_batch(fit, num_batches, factors, unit, weight, num_epochs, seed):
+def test_gradients_are_those_of_the_big_batch(fit, num_batches, factors, unit, weight, num_epochs, size, seed):
     batches = ragged_batches(num_batches, seed, is_ragged=weight is not None)
     model = Ragged(batches, weight)
     plain = copy.deepcopy(model)
-    fit(model, AccumulationScheduler(**{unit: factors}, weight=weight), max_epochs=num_epochs)
+    split = [] if size is None else [MicroBatching(size, weight=weight or "samples")]
+    fit(model, AccumulationScheduler(**{unit: factors}, weight=weight), *split, max_epochs=num_epochs)
     optimizer = plain.configure_optimizers()
     expected = []
     for epoch in range(num_epochs):
