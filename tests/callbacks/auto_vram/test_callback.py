@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support.helpers import ForkingOffload, TinyByteGPT, assert_equal_weights, describe_module
+from support.helpers import ForkingOffload, TinyByteGPT, assert_equal_weights
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_vram import ActivationCheckpointing, AutoVRAM, VRAMMonitor
@@ -32,19 +32,6 @@ class LitGPT(ByteGPT):
     val_dataloader = train_dataloader
 
 
-def fit(make_trainer, *callbacks, model=None, **arguments):
-    pl.seed_everything(0, verbose=False)
-    model = LitGPT() if model is None else model()
-    trainer = make_trainer(callbacks=list(callbacks), max_epochs=1, limit_val_batches=0, **arguments)
-    before, precision = list(trainer.callbacks), trainer.precision_plugin
-    kinds = describe_module(model)
-    trainer.fit(model)
-    assert trainer.callbacks == before
-    assert trainer.precision_plugin is precision
-    assert describe_module(model) == kinds
-    return model
-
-
 def peak_of(monitor: VRAMMonitor) -> int:
     return monitor.peaks["train"].peak_allocated_bytes
 
@@ -59,7 +46,7 @@ def heard(caplog):
     return caplog
 
 
-def test_a_run_that_fits_stays_as_it_is(make_trainer, heard):
+def test_a_run_that_fits_stays_as_it_is(same_as_baseline, heard):
     auto = AutoVRAM()
     seen = []
 
@@ -69,8 +56,7 @@ def test_a_run_that_fits_stays_as_it_is(make_trainer, heard):
         def on_train_start(self, trainer, pl_module):
             seen.append((list(trainer.callbacks), auto.scheme.parts))
 
-    plain, packed = fit(make_trainer), fit(make_trainer, auto, Look())
-    assert_equal_weights(plain, packed)
+    same_as_baseline(LitGPT, auto, Look())
     ((callbacks, parts),) = seen
     assert [type(one).__name__ for one in callbacks] == ["AutoVRAM", "Look"]
     assert parts == ()
@@ -80,11 +66,11 @@ def test_a_run_that_fits_stays_as_it_is(make_trainer, heard):
     assert auto.scheme is None
 
 
-def test_a_budget_is_kept_and_nothing_else_changes(make_trainer, heard):
+def test_a_budget_is_kept_and_nothing_else_changes(same_as_baseline, heard):
     budget = int(0.5 * PLAIN_BYTES)
     monitor, auto = VRAMMonitor(track=True, path=None), AutoVRAM(budget)
-    plain, packed = fit(make_trainer), fit(make_trainer, auto, monitor)
-    assert_equal_weights(plain, packed)
+    model, _ = same_as_baseline(LitGPT, auto, monitor)
+    assert model.trainer.callbacks == [auto, monitor]
     assert 0.8 * budget < peak_of(monitor) <= budget == auto.budget_bytes
     assert "AutoVRAM: Fits with this plan: " in messages(heard)
     assert "EarlyRelease + ActivationCheckpointing(budget=" in " ".join(messages(heard).split())
@@ -95,46 +81,45 @@ def test_a_budget_is_kept_and_nothing_else_changes(make_trainer, heard):
     assert lines[lines.index(chosen) - int(chosen[1])] == header.split()
 
 
-def test_the_least_is_told_where_nothing_fits(make_trainer):
+def test_the_least_is_told_where_nothing_fits(fit):
     message = (
         r"^AutoVRAM: No plan fits 2\.00 MiB\. The minimum found is \S+ MiB, with OptimizerInBackward "
         r"\+ InPlaceFusion \+ ActivationCheckpointing, in the \S.*, mostly for '\S+' \(\S+ \w+\)\. What helps: "
         r"budget='\d+\.\d\dMiB', or perhaps allow='lossless' or 'any'\.$"
     )
     with pytest.raises(MisconfigurationException, match=message):
-        fit(make_trainer, AutoVRAM("2MiB"))
+        fit(LitGPT, AutoVRAM("2MiB"))
 
 
 @pytest.mark.slow
-def test_what_is_left_is_tried_where_nobody_named_a_budget(make_trainer, monkeypatch):
+def test_what_is_left_is_tried_where_nobody_named_a_budget(fit, monkeypatch):
     monkeypatch.setattr("lightning_vram.estimation.running_trainer.available_host_bytes", lambda: 2 * MIB)
     monitor = VRAMMonitor(track=True, path=None)
     with pytest.warns(UserWarning, match=r"The run continues with the minimum, and will probably run out of memory\."):
-        fit(make_trainer, AutoVRAM(), monitor)
+        fit(LitGPT, AutoVRAM(), monitor)
     assert peak_of(monitor) < 0.5 * PLAIN_BYTES
 
 
 @pytest.mark.slow
-def test_lossless_runs_batches_in_parts(make_trainer):
+def test_lossless_runs_batches_in_parts(fit):
     auto, monitor, schemes = AutoVRAM(int(0.3 * PLAIN_BYTES), "lossless"), VRAMMonitor(track=True, path=None), []
     auto.on_train_start = lambda trainer, pl_module: schemes.append(auto.scheme)
-    model = fit(make_trainer, auto, monitor)
+    model = fit(LitGPT, auto, monitor)
     assert peak_of(monitor) <= 0.3 * PLAIN_BYTES
     assert "MicroBatching" in str(schemes[0])
-    assert_equal_weights(fit(make_trainer, *(part.make() for part in schemes[0].parts)), model)
+    assert_equal_weights(fit(LitGPT, *(part.make() for part in schemes[0].parts)), model)
 
 
 @pytest.mark.slow
-def test_a_part_of_the_users_is_kept(make_trainer, heard):
+def test_a_part_of_the_users_is_kept(fit, same_as_baseline, heard):
     own = ActivationCheckpointing(every_n_layers=2)
     with pytest.raises(
         MisconfigurationException,
         match=r"No plan fits 6\.71 MiB\. .* with OptimizerInBackward \+ InPlaceFusion, in the",
     ):
-        fit(make_trainer, AutoVRAM(int(0.4 * PLAIN_BYTES)), own)
+        fit(LitGPT, AutoVRAM(int(0.4 * PLAIN_BYTES)), own)
     monitor = VRAMMonitor(track=True, path=None)
-    packed = fit(make_trainer, AutoVRAM(int(0.75 * PLAIN_BYTES)), own, monitor)
-    assert_equal_weights(fit(make_trainer), packed)
+    same_as_baseline(LitGPT, AutoVRAM(int(0.75 * PLAIN_BYTES)), own, monitor)
     assert peak_of(monitor) <= 0.75 * PLAIN_BYTES
     assert "AutoVRAM: Fits without changes" in messages(heard)
 
@@ -156,7 +141,7 @@ class Wide(pl.LightningModule):
         return DataLoader(torch.ones(8, 512), batch_size=4)
 
 
-def test_where_parameters_step_in_the_backward_nothing_runs_a_step_again(make_trainer, monkeypatch):
+def test_where_parameters_step_in_the_backward_nothing_runs_a_step_again(same_as_baseline, monkeypatch):
     monkeypatch.setattr(callback_module, "can_repeat_step", lambda trainer: True)
     monitor, seen = VRAMMonitor(track=True, path=None), []
 
@@ -166,18 +151,19 @@ def test_where_parameters_step_in_the_backward_nothing_runs_a_step_again(make_tr
         def on_train_start(self, trainer, pl_module):
             seen.extend(type(one).__name__ for one in trainer.callbacks)
 
-    packed = fit(make_trainer, AutoVRAM(8 * MIB), monitor, Look(), model=Wide)
-    assert_equal_weights(fit(make_trainer, model=Wide), packed)
+    same_as_baseline(Wide, AutoVRAM(8 * MIB), monitor, Look())
     assert seen == ["AutoVRAM", "VRAMMonitor", "Look", "OptimizerInBackward"]
     assert peak_of(monitor) <= 8 * MIB
 
 
-def test_the_precision_gives_way_to_a_plugin_for_the_fit(make_trainer):
+def test_the_precision_gives_way_to_a_plugin_for_the_fit(fit):
     precision = {"precision": "bf16-mixed"}
     monitors = [VRAMMonitor(track=True, path=None) for _ in range(2)]
-    plain = fit(make_trainer, monitors[0], model=Wide, **precision)
+    plain = fit(Wide, monitors[0], **precision)
     budget = peak_of(monitors[0]) - MIB
-    assert_equal_weights(plain, fit(make_trainer, AutoVRAM(budget), monitors[1], model=Wide, **precision))
+    packed = fit(Wide, AutoVRAM(budget), monitors[1], **precision)
+    assert_equal_weights(plain, packed)
+    assert type(packed.trainer.precision_plugin) is type(plain.trainer.precision_plugin)
     assert peak_of(monitors[1]) <= budget
 
 
@@ -210,10 +196,10 @@ class LitLengths(LitGPT):
         return DataLoader(Lengths(lengths), batch_size=2, shuffle=self.shuffles, collate_fn=padded)
 
 
-def test_the_largest_of_the_first_batches_is_planned_for_and_a_larger_one_is_told_once(make_trainer, heard):
+def test_the_largest_of_the_first_batches_is_planned_for_and_a_larger_one_is_told_once(fit, heard):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(make_trainer, AutoVRAM("1GiB"), model=LitLengths)
+        fit(LitLengths, AutoVRAM("1GiB"))
     assert messages(heard).endswith("\nPlanned for the largest of the first 8 batches, [2, 49].")
     told = [str(one.message) for one in caught if "AutoVRAM" in str(one.message)]
     assert told == [
@@ -221,7 +207,7 @@ def test_the_largest_of_the_first_batches_is_planned_for_and_a_larger_one_is_tol
     ]
 
 
-def test_looking_at_batches_changes_neither_data_nor_random_numbers(make_trainer):
+def test_looking_at_batches_changes_neither_data_nor_random_numbers(fit):
     class Shuffled(LitLengths):
         shuffles = True
 
@@ -238,8 +224,8 @@ def test_looking_at_batches_changes_neither_data_nor_random_numbers(make_trainer
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        plain = fit(make_trainer, Look(), model=Shuffled)
-        packed = fit(make_trainer, AutoVRAM(int(5.5 * MIB)), Look(), model=Shuffled)
+        plain = fit(Shuffled, Look())
+        packed = fit(Shuffled, AutoVRAM(int(5.5 * MIB)), Look())
     assert len(seen) == 26
     for one, other in zip(seen[:13], seen[13:], strict=True):
         assert torch.equal(one, other)
@@ -261,20 +247,18 @@ def is_real(batch) -> bool:
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_in_spite_of_it_ends_in_a_tighter_plan(make_trainer, monkeypatch):
+def test_memory_that_runs_out_in_spite_of_it_ends_in_a_tighter_plan(fit, monkeypatch):
     monkeypatch.setattr(callback_module, "can_repeat_step", lambda trainer: True)
-    monitor = VRAMMonitor(track=True, path=None)
-    auto = AutoVRAM(int(0.6 * PLAIN_BYTES))
     with pytest.warns(
         UserWarning,
         match=r"^AutoVRAM: a step ran out of memory in spite of the plan\. It is repeated with EarlyRelease \+ A",
     ):
-        packed = fit(make_trainer, auto, monitor, model=RunsOut)
-    assert_equal_weights(fit(make_trainer), packed)
+        packed = fit(RunsOut, AutoVRAM(int(0.6 * PLAIN_BYTES)))
+    assert_equal_weights(fit(LitGPT), packed)
 
 
 @pytest.mark.slow
-def test_where_no_plan_is_left_the_error_says_what_would_help(make_trainer, monkeypatch):
+def test_where_no_plan_is_left_the_error_says_what_would_help(fit, monkeypatch):
     monkeypatch.setattr(callback_module, "can_repeat_step", lambda trainer: True)
 
     class Full(LitGPT):
@@ -287,7 +271,7 @@ def test_where_no_plan_is_left_the_error_says_what_would_help(make_trainer, monk
         pytest.warns(UserWarning, match="It is repeated with"),
         pytest.raises(torch.OutOfMemoryError) as caught,
     ):
-        fit(make_trainer, AutoVRAM(int(0.6 * PLAIN_BYTES)), model=Full)
+        fit(Full, AutoVRAM(int(0.6 * PLAIN_BYTES)))
     assert (
         "AutoVRAM: no tighter plan is left. allow='lossless' would split the batch into micro-batches."
         in caught.value.__notes__
@@ -316,6 +300,6 @@ def test_wrong_arguments(arguments, error, message):
         AutoVRAM(**arguments)
 
 
-def test_two_of_them_are_refused(make_trainer):
+def test_two_of_them_are_refused(fit):
     with pytest.raises(MisconfigurationException, match=r"AutoVRAM can be used once, got several"):
-        fit(make_trainer, AutoVRAM(), AutoVRAM("1GiB"))
+        fit(LitGPT, AutoVRAM(), AutoVRAM("1GiB"))

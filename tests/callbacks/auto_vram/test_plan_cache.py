@@ -39,35 +39,33 @@ class LitGPT(ByteGPT):
 
 
 @pytest.fixture
-def fit(make_trainer, caplog) -> Callable[..., tuple[LitGPT, str, str]]:
+def plan(fit, caplog) -> Callable[..., tuple[LitGPT, str, str]]:
     """Fit a new model; returns it, what was done, and what was said."""
     caplog.set_level(logging.INFO, "lightning.pytorch")
 
-    def run(*args: Any, model: type[LitGPT] = LitGPT, **options: Any) -> tuple[LitGPT, str, str]:
+    def run(*args: Any, **options: Any) -> tuple[LitGPT, str, str]:
         caplog.clear()
-        pl.seed_everything(0, verbose=False)
-        module, auto, schemes = model(), AutoVRAM(*args, **options), []
+        auto, schemes = AutoVRAM(*args, **options), []
         auto.on_train_start = lambda trainer, pl_module: schemes.append(str(auto.scheme))
-        make_trainer(callbacks=[auto], max_epochs=1, limit_val_batches=0).fit(module)
-        return module, schemes[0], "\n".join(record.getMessage() for record in caplog.records)
+        return fit(LitGPT, auto), schemes[0], "\n".join(record.getMessage() for record in caplog.records)
 
     return run
 
 
-def test_the_next_run_takes_the_plan_and_traces_the_step_alone(fit, monkeypatch, tmp_path):
-    plain, scheme, said = fit(TIGHT)
+def test_the_next_run_takes_the_plan_and_traces_the_step_alone(plan, monkeypatch, tmp_path):
+    plain, scheme, said = plan(TIGHT)
     (path,) = tmp_path.glob("auto_vram/*")
     assert path.suffix == ".json"
     assert "earlier run" not in said
     monkeypatch.setattr(decision.TracedSteps, "search", None)
-    packed, again, said = fit(TIGHT)
+    packed, again, said = plan(TIGHT)
     assert again == scheme
     assert "EarlyRelease" in scheme
     assert f"\nThe plan was reused from an earlier run, {path}: cache=False makes a new one." in said
     assert_equal_weights(plain, packed)
     before = path.stat().st_mtime_ns
     with pytest.warns(UserWarning, match="AutoVRAM cannot plan this run"):  # a search, which there is none of here
-        fit(TIGHT, cache=False)
+        plan(TIGHT, cache=False)
     assert list(tmp_path.glob("auto_vram/*")) == [path]
     assert path.stat().st_mtime_ns == before
 

@@ -22,13 +22,6 @@ from lightning_vram.memory.units import MIB
 PLAIN_BYTES = 16.78 * MIB  # of a step
 
 
-def fit(make_trainer, *callbacks: Callback, **arguments: object) -> LitGPT:
-    pl.seed_everything(0, verbose=False)
-    module = LitGPT()
-    make_trainer(callbacks=list(callbacks), max_epochs=1, limit_val_batches=0, **arguments).fit(module)
-    return module
-
-
 class Stages(Callback):
     """Notes what is run, and what was tried."""
 
@@ -49,31 +42,31 @@ def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decision, "_LEAST_SECONDS", 30.0)
 
 
-def test_when_time_is_up_the_fastest_that_was_found_is_taken(make_trainer, slow_clock, caplog):
+def test_when_time_is_up_the_fastest_that_was_found_is_taken(fit, slow_clock, caplog):
     caplog.set_level(logging.INFO, "lightning.pytorch")
     auto = AutoVRAM(int(0.9 * PLAIN_BYTES))
     stages = Stages(auto)
-    packed = fit(make_trainer, auto, stages)
+    packed = fit(LitGPT, auto, stages)
     (line,) = (record.getMessage() for record in caplog.records if "AutoVRAM: Fits with" in record.getMessage())
     assert line.endswith(
         "\nIt is the fastest configuration found in 30 s, the time limit of planning (a tenth of the first epoch, at "
         "least 30 s)."
     )
     assert stages.num_tried <= 4
-    assert_equal_weights(fit(make_trainer), packed)
+    assert_equal_weights(fit(LitGPT), packed)
 
 
-def test_when_nothing_fits_by_then_layers_are_checkpointed(make_trainer, slow_clock):
+def test_when_nothing_fits_by_then_layers_are_checkpointed(fit, slow_clock):
     auto = AutoVRAM(int(0.5 * PLAIN_BYTES))
     stages = Stages(auto)
     with pytest.warns(
         UserWarning, match=r"^AutoVRAM cannot plan this run: no configuration that fits was found in 30 s, "
     ) as seen:
-        packed = fit(make_trainer, auto, stages)
+        packed = fit(LitGPT, auto, stages)
     (message,) = (str(one.message) for one in seen if "AutoVRAM" in str(one.message))
     assert re.search(r"\nThe run continues without a plan: repeated layers are checkpointed, the limit of", message)
     assert stages.scheme.endswith(" + ActivationCheckpointing")
-    assert_equal_weights(fit(make_trainer), packed)
+    assert_equal_weights(fit(LitGPT), packed)
 
 
 @pytest.fixture
@@ -85,7 +78,7 @@ def _keep_signal() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_keep_signal")
-def test_ctrl_c_ends_the_fit_as_it_always_does(make_trainer, tmp_path):
+def test_ctrl_c_ends_the_fit_as_it_always_does(fit, make_trainer, tmp_path):
     class Interrupted(LitGPT):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             assert type(batch) is not Tensor  # the run itself does not begin
@@ -103,10 +96,10 @@ def test_ctrl_c_ends_the_fit_as_it_always_does(make_trainer, tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
     assert logging.root.manager.disable == level
     assert not list(tmp_path.rglob("*.json"))
-    fit(make_trainer, AutoVRAM("1GiB"))  # the process can plan again
+    fit(LitGPT, AutoVRAM("1GiB"))  # the process can plan again
 
 
-def test_progress_is_shown(make_trainer, monkeypatch):
+def test_progress_is_shown(fit, monkeypatch):
     stages: list[str] = []
 
     @contextmanager
@@ -115,5 +108,5 @@ def test_progress_is_shown(make_trainer, monkeypatch):
         stages.append("end")
 
     monkeypatch.setattr(callback, "show_progress", show_progress)
-    fit(make_trainer, AutoVRAM("1GiB"))
+    fit(LitGPT, AutoVRAM("1GiB"))
     assert stages == ["tracing baseline", "end"]

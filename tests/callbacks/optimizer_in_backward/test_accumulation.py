@@ -155,9 +155,3 @@ NAME = "OptimizerInBackward(keep_gradients=False)"
 def test_states_that_cannot_take_gradients_in_are_refused(optimizer, others, message, make_trainer):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make_trainer(callbacks=[*others, IN_MOMENTS()]).fit(Layers(optimizer, num_batches=1))
-
-
-def test_the_argument_is_a_bool():
-    message = "OptimizerInBackward(keep_gradients) must be True or False, got 0 of type int."
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        OptimizerInBackward(keep_gradients=0)

@@ -33,24 +33,20 @@ def assert_refused(trainer: pl.Trainer, model: pl.LightningModule, message: str,
         trainer.fit(model)
 
 
+NORMS = "(max_norm) must be 'two-pass', 'previous' or None, got"
+
+
 @pytest.mark.parametrize(
-    ("value", "error", "message"),
+    ("arguments", "error", "message"),
     [
-        (
-            1.0,
-            TypeError,
-            "OptimizerInBackward(max_norm) must be 'two-pass', 'previous' or None, got 1.0 of type float.",
-        ),
-        (
-            "exact",
-            ValueError,
-            "OptimizerInBackward(max_norm) must be 'two-pass', 'previous' or None, got 'exact'.",
-        ),
+        ({"max_norm": 1.0}, TypeError, f"{NORMS} 1.0 of type float."),
+        ({"max_norm": "exact"}, ValueError, f"{NORMS} 'exact'."),
+        ({"keep_gradients": 0}, TypeError, "(keep_gradients) must be True or False, got 0 of type int."),
     ],
 )
-def test_other_norms_are_refused(value, error, message):
-    with pytest.raises(error, match=f"^{re.escape(message)}$"):
-        OptimizerInBackward(value)
+def test_other_arguments_are_refused(arguments, error, message):
+    with pytest.raises(error, match=f"^OptimizerInBackward{re.escape(message)}$"):
+        OptimizerInBackward(**arguments)
 
 
 class Decays(Layers):
