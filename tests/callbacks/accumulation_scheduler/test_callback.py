@@ -81,33 +81,6 @@ def test_gradients_are_those_of_the_big_batch(fit, num_batches, factors, unit, w
         assert torch.allclose(gradient, other, rtol=0, atol=TOLERANCE)
 
 
-def test_full_windows_have_the_bits_of_lightning(fit):
-    torch.manual_seed(0)
-    ours = Ragged(ragged_batches(8, is_ragged=False), None)
-    plain = copy.deepcopy(ours)
-    fit(ours, AccumulationScheduler({0: 4}), max_epochs=2)
-    fit(plain, max_epochs=2, accumulate_grad_batches=4)
-    assert torch.equal(ours.net.weight, plain.net.weight)
-
-
-@pytest.mark.parametrize(("algorithm", "weight"), [("norm", None), ("value", "tokens")])
-def test_clipping_sees_the_gradient_of_the_big_batch(fit, algorithm, weight):
-    batches = ragged_batches(5, is_ragged=weight is not None)
-    model = Ragged(batches, weight)
-    plain = copy.deepcopy(model)
-    fit(model, AccumulationScheduler({0: 3}, weight=weight), gradient_clip_val=0.05, gradient_clip_algorithm=algorithm)
-    optimizer = plain.configure_optimizers()
-    for window in (batches[:3], batches[3:]):
-        gradient = mean_gradient(plain, window)
-        assert gradient.norm() > 0.05 and gradient.abs().max() > 0.05  # noqa: PT018 - or clipping does nothing
-        if algorithm == "norm":
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
-        else:
-            torch.nn.utils.clip_grad_value_(plain.parameters(), 0.05)
-        optimizer.step()
-    assert torch.allclose(model.net.weight, plain.net.weight, rtol=0, atol=TOLERANCE)
-
-
 def test_gradients_under_a_scaler_are_those_of_the_big_batch(fit):
     """In float16 a backward rounds to 2^-11; factors of the window are three and two."""
     batches = ragged_batches(5)
@@ -136,8 +109,6 @@ def test_weights_that_are_all_zero_make_no_nan(fit):
 
 
 class Skipping(Scalar):
-    """Some steps have no loss."""
-
     def training_step(self, batch, batch_idx):
         return None if batch.item() in (2, 7, 8) else super().training_step(batch, batch_idx)
 
@@ -164,8 +135,6 @@ class Scheduled(Scalar):
 
 
 class CutShort(Scalar):
-    """Ends its epochs early."""
-
     def on_train_batch_start(self, batch, batch_idx):
         return -1 if batch_idx == 3 else None
 

@@ -33,8 +33,6 @@ def warnings_of(fit, *arguments):
 
 
 class Holes(Scalar):
-    """The loader has one."""
-
     def train_dataloader(self):
         return DataLoader(self.values, collate_fn=lambda values: None if values[0] == 2 else torch.stack(values))
 

@@ -52,8 +52,6 @@ class Training(Scalar):
 
 
 class SaveAfter(Callback):
-    """One checkpoint at the end of one batch of the run."""
-
     def __init__(self, num_batches, path):
         self.num_batches = num_batches
         self.path = path

@@ -12,8 +12,6 @@ SCHEDULES = [{"by_epoch": {0: 4}}, {"by_step": {0: 4}}, {"target_batch_size": 4}
 
 
 class Asking(Scalar):
-    """Asks for the number of steps wherever one may."""
-
     def setup(self, stage):
         self.estimates = [self.trainer.estimated_stepping_batches]
         self.factors = [self.trainer.accumulate_grad_batches]

@@ -21,8 +21,6 @@ PLAIN_BYTES = 16.78 * MIB  # of a step
 
 
 class LitGPT(ByteGPT):
-    """Its batches never change."""
-
     def __init__(self) -> None:
         super().__init__(num_layers=4, width=64, num_heads=2, sequence_length=64)
 

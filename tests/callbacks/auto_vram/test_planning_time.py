@@ -23,8 +23,6 @@ PLAIN_BYTES = 16.78 * MIB  # of a step
 
 
 class Stages(Callback):
-    """Notes what is run, and what was tried."""
-
     takes_no_memory = True
 
     def __init__(self, auto: AutoVRAM) -> None:

@@ -81,8 +81,6 @@ def test_a_resumed_run_ends_at_the_same_bits(bits, optimizer, options, fit, tmp_
 
 
 class Loaded(Layers):
-    """Notes the moments that it begins with."""
-
     def on_train_start(self) -> None:
         states = self.trainer.optimizers[0].state.values()
         self.moments = [state["exp_avg"].clone() for state in states]

@@ -16,8 +16,6 @@ pytestmark = [pytest.mark.device, pytest.mark.filterwarnings("ignore::UserWarnin
 
 
 class Looking(Layers):
-    """Notes where records and other states are in the fit."""
-
     def on_train_batch_end(self, *unused: Any) -> None:
         values = [value for state in self.trainer.optimizers[0].state.values() for value in state.values()]
         self.places = {one.records.device.type for one in values if isinstance(one, LowBitTensor)}

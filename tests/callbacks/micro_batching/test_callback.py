@@ -70,8 +70,6 @@ def test_out_of_memory_leaves_no_trace(run, where: str, options: dict) -> None:
 
 
 class LimitFrom(pl.Callback):
-    """Memory gets short at some batch."""
-
     def __init__(self, limit: MemoryLimit, limits: dict[int, int | None]) -> None:
         self.limit = limit
         self.limits = limits
@@ -124,8 +122,6 @@ def test_a_fixed_size_that_does_not_fit_raises_at_once(run) -> None:
 
 
 class LitDeep(pl.LightningModule):
-    """Twelve layers of activations."""
-
     def __init__(self) -> None:
         super().__init__()
         layers = (layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.GELU()))

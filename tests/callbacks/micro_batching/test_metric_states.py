@@ -94,7 +94,6 @@ def by_value(item):
 
 
 def everything(model):
-    """All there is in a module and in those in it."""
     return [by_value(vars(member)) for member in model.modules()]
 
 

@@ -43,7 +43,6 @@ class LitWide(pl.LightningModule):
 
 @pytest.fixture
 def limit_memory() -> Iterator[Any]:
-    """Let this process have so many bytes."""
     total = device_module().get_device_properties(0).total_memory
 
     def limit(num_bytes: int) -> None:

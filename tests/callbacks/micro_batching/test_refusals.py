@@ -100,8 +100,6 @@ def test_what_only_the_reducer_can_do_is_refused(make_trainer, monkeypatch) -> N
 
 
 class Weighted(LitRegression):
-    """Its batches hold what is the same for all samples, too."""
-
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         assert batch["scale"].shape == (3,)
         return super().training_step(batch, batch_idx)

@@ -17,8 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 class Looking(Layers):
-    """Looks at its states after each step."""
-
     def on_train_batch_end(self, *unused: Any) -> None:
         if hasattr(self.trainer.strategy, "_finish_steps"):
             self.trainer.strategy._finish_steps()
@@ -44,8 +42,6 @@ def test_moments_are_bf16_and_training_is_close(fit):  # other optimizers: optim
 
 
 class Loaded(Layers):
-    """Notes the moments that it begins with."""
-
     def on_train_start(self) -> None:
         states = self.trainer.optimizers[0].state.values()
         self.moments = [state["exp_avg"].clone() for state in states]

@@ -225,8 +225,6 @@ class Hooked(Grouped):
 
 
 class LateHooks(Grouped):
-    """Hooks on gradients that come after the callback's own."""
-
     def on_train_start(self) -> None:
         for parameter in self.parameters():
             parameter.register_post_accumulate_grad_hook(halve)
@@ -311,8 +309,6 @@ def test_checkpoints_are_plain_and_go_on_with_and_without(first, second, fit, tm
 
 
 class Failing(Grouped):
-    """Fails in the middle of a backward."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         def fail(_: Tensor) -> None:
             raise PlantedError
@@ -385,8 +381,6 @@ def test_two_passes_are_exact_on_two_ranks_of_ddp(window, fit):
 
 
 class Shards(Layers):
-    """Leaves its shards in files."""
-
     def configure_model(self) -> None:
         from torch.distributed.fsdp import fully_shard
 

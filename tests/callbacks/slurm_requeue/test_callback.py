@@ -126,8 +126,6 @@ def test_a_run_is_stopped_again_after_a_restart(slurm, tmp_path):
 
 
 class WithWorkers(Noting):
-    """Loaders of training and of two validations have workers."""
-
     def __init__(self) -> None:
         super().__init__(num_workers=1)
 
@@ -516,8 +514,6 @@ def handlers() -> dict[int, object]:
 
 
 class Look(pl.Callback):
-    """Notes what signals do in training."""
-
     def __init__(self) -> None:
         self.handlers: list[object] = []
         self.auto_requeue: list[bool] = []

@@ -34,8 +34,6 @@ def two_tasks(slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Shared(Noting):
-    """Each rank trains on three batches and validates two."""
-
     def __init__(self) -> None:
         super().__init__(num_batches=6)
 
@@ -111,7 +109,6 @@ def full_weights(module: Noting) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def start(slurm: FakeSlurm, tmp_path: Path) -> Any:
     def start(name: str, restart_count: int = 0, **plan: Any) -> list[dict[str, Any]]:
-        """Run both ranks, and return what they have written."""
         slurm.start(restart_count)
         mp.start_processes(run_rank, (find_free_port(), str(tmp_path), name, plan), nprocs=2, start_method="fork")
         return [torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(2)]

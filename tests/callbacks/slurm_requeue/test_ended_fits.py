@@ -26,21 +26,12 @@ pytestmark = [
 
 
 class StopAt(pl.Callback):
-    """Ends the fit with the batch of a number."""
-
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         trainer.should_stop = trainer.global_step == 2
 
 
 class Program:
-    """Fits, draws a number, and tests.
-
-    Args:
-        folder: Of the run.
-        at: Batch at which a signal comes, of the fit and the test together.
-        callbacks: Further ones.
-        arguments: Of the trainer.
-    """
+    """Fits, draws a number, and tests; a signal comes with batch ``at`` of the fit and the test together."""
 
     def __init__(self, folder: Path, *callbacks: pl.Callback, at: int | None = None, **arguments: Any) -> None:
         self.send = Send(at)
@@ -120,8 +111,6 @@ def test_a_fit_that_is_given_more_to_do_goes_on_from_its_end(slurm, tmp_path):
 
 
 class Registry:
-    """Stands in for ``atexit``."""
-
     def __init__(self) -> None:
         self.functions: set[Any] = set()
         self.register, self.unregister = self.functions.add, self.functions.discard

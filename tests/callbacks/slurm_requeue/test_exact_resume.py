@@ -25,8 +25,6 @@ def no_job(slurm: FakeSlurm) -> None:
 
 
 class Save(pl.Callback):
-    """Saves a checkpoint after the batch with a number, and goes on."""
-
     def __init__(self, path: Path, after: int) -> None:
         self.path, self.after = path, after
 
@@ -83,7 +81,6 @@ class Stateful(Iterable):
 
 
 def save(make: type[Noting], folder: Path, after: int, *callbacks: pl.Callback) -> Run:
-    """Fit to the end, and save on the way."""
     saver = Save(folder / "some.ckpt", after)
     return fit(make, folder, saver, *callbacks, max_epochs=1, limit_val_batches=0)
 
