@@ -7,27 +7,16 @@ import warnings
 import lightning.pytorch as pl
 import pytest
 import torch
+from callbacks.auto_vram.test_plan_cache import LitGPT
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import ForkingOffload, TinyByteGPT, assert_equal_weights
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_vram import ActivationCheckpointing, AutoVRAM, VRAMMonitor
 from lightning_vram.callbacks.auto_vram import callback as callback_module
-from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.units import MIB
 
-TOKENS = torch.randint(256, (24, 65), generator=torch.Generator().manual_seed(0))
 PLAIN_BYTES = 16.78 * MIB  # of a step
-
-
-class LitGPT(ByteGPT):
-    def __init__(self) -> None:
-        super().__init__(num_layers=4, width=64, num_heads=2, sequence_length=64)
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(TOKENS, batch_size=8)
-
-    val_dataloader = train_dataloader
 
 
 def peak_of(monitor: VRAMMonitor) -> int:

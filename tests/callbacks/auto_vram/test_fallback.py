@@ -4,7 +4,6 @@ import re
 import warnings
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from support.helpers import assert_equal_weights
@@ -86,26 +85,6 @@ def test_without_a_budget_and_with_room_to_spare_nothing_changes(make_trainer):
     (message,) = said
     assert message.endswith("The run starts unchanged.")
     assert look.kinds == ["AutoVRAM", "Look"]
-
-
-def test_layers_that_are_made_in_configure_model_are_found(make_trainer):
-    class Late(Untraceable):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = None
-
-        def configure_model(self) -> None:
-            if self.net is None:
-                self.net = nn.Sequential(*(Block() for _ in range(3)))
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            assert all(type(block) is not Block for block in self.net)  # a class that recomputes
-            return loss
-
-    pl.seed_everything(0, verbose=False)
-    with pytest.warns(UserWarning, match=SECOND_LINE.format("repeated layers are checkpointed", "20\\.00 KiB")):
-        make_trainer(callbacks=[AutoVRAM("20KiB")], max_epochs=1).fit(Late())
 
 
 def test_a_module_without_repeated_layers_goes_on(make_trainer):

@@ -5,7 +5,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder
 from support.memory_limit import MemoryLimit
 from support.micro_batching_models import HeavyLayer, LitRegression
 from torch import Tensor, nn
@@ -104,39 +103,6 @@ def test_so_it_does_under_ddp_where_the_reducer_would_work_in_its_backward(fit) 
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
-def test_a_loss_logged_with_the_number_of_samples_is_that_of_the_batch_in_bars_loggers_and_metrics(fit) -> None:
-    class Labelled(LitOdd):
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            loss = (self.error(batch) * batch["mask"]).sum() / batch["mask"].sum()
-            self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=len(batch["x"]))
-            return loss
-
-        def train_dataloader(self) -> DataLoader:
-            samples = super().train_dataloader().dataset
-            return DataLoader([{**one, "labels": (one["mask"] - 1).long() * 100} for one in samples], batch_size=8)
-
-    class Recording(pl.Callback):
-        def __init__(self) -> None:
-            self.seen: list[tuple[str, float]] = []
-
-        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-            for metrics in (trainer.progress_bar_metrics, trainer.logged_metrics, trainer.callback_metrics):
-                self.seen.extend((name, float(value)) for name, value in metrics.items())
-
-        on_train_end = on_train_batch_end
-
-    def shown(*callbacks: pl.Callback) -> list[tuple[str, float]]:
-        recording = Recording()
-        fit(Labelled(), *callbacks, recording, log_every_n_steps=1)
-        return recording.seen
-
-    expected = shown()
-    assert {name for name, _ in expected} == {"loss", "loss_step", "loss_epoch"}
-    actual = shown(MicroBatching(2, weight="tokens"))
-    assert [name for name, _ in actual] == [name for name, _ in expected]
-    assert [value for _, value in actual] == pytest.approx([value for _, value in expected], abs=1e-12)
-
-
 class LitSum(LitOdd):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.error(batch).sum()
@@ -198,14 +164,6 @@ def test_outputs_that_cannot_be_combined_come_as_lists_and_do_not_end_the_fit(fi
         fit(LitCounting(heavy="forward"), MicroBatching(), Keep(), limit=LIMIT_BYTES)
     assert all(len(outputs["predicted"]) in (8, 4) for outputs in Keep.seen)
     assert any(isinstance(outputs["correct"], list) for outputs in Keep.seen)
-
-
-def test_a_tuner_trains_before_the_fit_starts(fit) -> None:
-    model = LitSum()
-    model.lr = 0.1
-    finder = LearningRateFinder(num_training_steps=2)
-    fit(model, finder, MicroBatching(3), limit_train_batches=2)
-    assert len(model.gradients) == 2 + 2
 
 
 def test_batches_to_predict_may_lack_labels_and_shared_keys(make_trainer) -> None:

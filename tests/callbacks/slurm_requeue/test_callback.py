@@ -351,20 +351,6 @@ def test_the_newest_checkpoint_is_taken(newer, slurm, tmp_path, said):
     assert said[-1] == f"SlurmRequeue: restart 1 of job {JOB_ID}."
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_a_checkpoint_older_than_the_job_is_not_taken(slurm, tmp_path, said):
-    last = tmp_path / "saved" / "last.ckpt"
-    last.parent.mkdir()
-    last.write_text("not read")
-    os.utime(last, (1, 1))
-    with pytest.raises(PlantedError):
-        fit(Noting, tmp_path, Fail(0), SlurmRequeue())
-    slurm.start(1)
-    resumed = fit(Noting, tmp_path, save_last(tmp_path), SlurmRequeue(), enable_checkpointing=True)
-    assert len(resumed.module.seen) == 6
-    assert said == []
-
-
 # --- evaluation alone
 
 

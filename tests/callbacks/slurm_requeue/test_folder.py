@@ -62,6 +62,7 @@ def test_the_newest_is_that_of_the_latest_time(folder, tmp_path):
     other, missing = write(tmp_path / "last.ckpt", 102.0), tmp_path / "missing.ckpt"
     assert folder.newest([missing]) is None
     assert folder.newest([other, missing]) == other
+    assert folder.newest([write(tmp_path / "older than the job.ckpt", 99.0)]) is None
     write(folder.checkpoint, 101.0)
     assert folder.newest([other]) == other
     write(folder.checkpoint, 103.0)
