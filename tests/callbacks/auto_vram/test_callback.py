@@ -3,6 +3,7 @@
 import logging
 import re
 import warnings
+from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import pytest
@@ -33,23 +34,26 @@ def heard(caplog):
     return caplog
 
 
-def test_a_run_that_fits_stays_as_it_is(same_as_baseline, heard):
-    auto = AutoVRAM()
-    seen = []
+def test_a_run_that_fits_stays_as_it_is(same_as_baseline, heard, monkeypatch):
+    auto, seen, stages = AutoVRAM(), [], []
+
+    @contextmanager
+    def show_progress(trainer):
+        yield lambda stage, done: stages.append(stage)
+        stages.append("end")
 
     class Look(pl.Callback):
         takes_no_memory = True
 
         def on_train_start(self, trainer, pl_module):
-            seen.append((list(trainer.callbacks), auto.scheme.parts))
+            seen.append(([type(one).__name__ for one in trainer.callbacks], auto.scheme.parts))
 
+    monkeypatch.setattr(callback_module, "show_progress", show_progress)
     same_as_baseline(LitGPT, auto, Look())
-    ((callbacks, parts),) = seen
-    assert [type(one).__name__ for one in callbacks] == ["AutoVRAM", "Look"]
-    assert parts == ()
-    assert re.search(
-        r"AutoVRAM: Fits without changes: 16\.78 MiB of .* on cpu\. There is nothing to do\.", messages(heard)
-    )
+    assert stages == ["tracing baseline", "end"]
+    assert seen == [(["AutoVRAM", "Look"], ())]
+    message = r"AutoVRAM: Fits without changes: 16\.78 MiB of .* on cpu\. There is nothing to do\."
+    assert re.search(message, messages(heard))
     assert auto.scheme is None
 
 

@@ -3,8 +3,7 @@
 import logging
 import re
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from itertools import count
 
 import lightning.pytorch as pl
@@ -16,7 +15,7 @@ from support.helpers import assert_equal_weights
 from torch import Tensor
 
 from lightning_vram import AutoVRAM
-from lightning_vram.callbacks.auto_vram import callback, decision
+from lightning_vram.callbacks.auto_vram import decision
 from lightning_vram.memory.units import MIB
 
 PLAIN_BYTES = 16.78 * MIB  # of a step
@@ -76,7 +75,7 @@ def _keep_signal() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_keep_signal")
-def test_ctrl_c_ends_the_fit_as_it_always_does(fit, make_trainer, tmp_path):
+def test_ctrl_c_ends_the_fit_as_it_always_does(make_trainer, tmp_path):
     class Interrupted(LitGPT):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             assert type(batch) is not Tensor  # the run itself does not begin
@@ -94,17 +93,3 @@ def test_ctrl_c_ends_the_fit_as_it_always_does(fit, make_trainer, tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
     assert logging.root.manager.disable == level
     assert not list(tmp_path.rglob("*.json"))
-    fit(LitGPT, AutoVRAM("1GiB"))  # the process can plan again
-
-
-def test_progress_is_shown(fit, monkeypatch):
-    stages: list[str] = []
-
-    @contextmanager
-    def show_progress(trainer: pl.Trainer) -> Iterator[Callable[[str, float], None]]:
-        yield lambda stage, done: stages.append(stage)
-        stages.append("end")
-
-    monkeypatch.setattr(callback, "show_progress", show_progress)
-    fit(LitGPT, AutoVRAM("1GiB"))
-    assert stages == ["tracing baseline", "end"]

@@ -103,9 +103,9 @@ def test_out_of_memory_on_one_rank_under_ddp_leaves_no_trace(fit) -> None:
 
 
 @pytest.mark.skipif(not can_recover(), reason="needs torch 2.13")
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_out_of_memory_on_all_ranks_under_fsdp2_leaves_no_trace(fit, where: str) -> None:
-    options = {"dropout": 0.5, "norm": True, "heavy": where, "accumulate_grad_batches": 2, "is_sharded": True}
+def test_out_of_memory_on_all_ranks_under_fsdp2_leaves_no_trace(fit) -> None:
+    # a forward that fails makes FSDP2 drop the gradients of batches before
+    options = {"dropout": 0.5, "norm": True, "heavy": "forward", "accumulate_grad_batches": 2, "is_sharded": True}
     expected = fit([MicroBatching(2)], **options)
     callback = MicroBatching("auto", regrow_after_n_batches=None)
     actual = fit([callback], {0: LIMIT_BYTES, 1: LIMIT_BYTES}, **options)
