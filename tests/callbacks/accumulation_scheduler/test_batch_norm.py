@@ -50,10 +50,8 @@ def fit(make_trainer):
 
 
 def test_running_mean_of_a_window_moves_as_by_one_batch(fit):
-    """Four micro-batches and a last window of two; each share adds up to the weight of one update, within a window
-    later micro-batches weigh slightly more."""
+    """Four micro-batches and a last window of two; each share adds up to the weight of one update."""
     model = Normed()
-    norm = copy.deepcopy(model.net[0])
     assert fit(model, AccumulationScheduler({0: 4})) == [
         WARNING.format(names="net.0 and 1 more", statistics="corrected")
     ]
@@ -65,11 +63,6 @@ def test_running_mean_of_a_window_moves_as_by_one_batch(fit):
             expected = (1 - momentum) * expected + momentum * batch.mean(0)
     assert torch.allclose(model.net[0].running_mean, expected, rtol=0, atol=1e-12)
     assert model.net[0].momentum == MOMENTUM
-    for window in (batches[:4], batches[4:]):
-        norm(torch.cat(window))
-    kept = (1 - MOMENTUM) ** 2  # of the initial statistics, in both
-    assert (model.net[0].running_mean - norm.running_mean).norm() < 0.25 * norm.running_mean.norm()
-    assert kept == pytest.approx((1 - (1 - (1 - MOMENTUM) ** 0.25)) ** 4 * (1 - (1 - (1 - MOMENTUM) ** 0.5)) ** 2)
 
 
 def test_the_correction_can_be_turned_off(fit):

@@ -150,8 +150,9 @@ def test_ranks_choose_the_parameters_that_one_process_does(fit, tmp_path):
 
 
 def test_the_share_of_lost_updates_is_logged_and_results_are_the_same(fit):
+    make, options = partial(Layers, num_batches=6), {"log_every_n_steps": 2}
     fitted = [
-        fit(partial(Layers, num_batches=6), LowBitOptimizer(4, check_updates=checks), OptimizerInBackward())
+        fit(make, LowBitOptimizer(4, check_updates=checks), OptimizerInBackward(), **options)
         for checks in (False, True)
     ]
     assert_equal_weights(*fitted)
