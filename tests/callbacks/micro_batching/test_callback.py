@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -126,9 +127,12 @@ class LitDeep(pl.LightningModule):
         super().__init__()
         layers = (layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.GELU()))
         self.net = nn.Sequential(nn.Linear(4, 64), *layers)
+        self.error = torchmetrics.MeanSquaredError()  # would keep the graph of its last value
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
+        predicted = self.net(batch)
+        self.error(predicted.mean(1), batch.mean(1))
+        return predicted.square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)

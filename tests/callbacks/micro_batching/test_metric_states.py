@@ -1,7 +1,6 @@
 """Metrics of a batch in micro-batches against torchmetrics on the whole batch; a dropped try leaves no trace."""
 
 import copy
-import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -188,52 +187,6 @@ def test_a_collection_with_compute_groups_counts_each_batch_once(style):
         run_chunks(model, batch, [5, 5, 2], style)
     assert split.compute_groups == plain.compute_groups
     assert_same(split.compute(), plain.compute())
-
-
-class Weak(torch.autograd.Function):
-    """Saves what tells whether the graph is alive."""
-
-    @staticmethod
-    def forward(ctx, inputs, saved):
-        ctx.saved = saved
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-class Token:
-    """Can be referred to weakly."""
-
-
-def run_differentiable(model, batch, sizes):
-    """Returns for each micro-batch whether its graph was alive when the next one began, and at the end."""
-    tokens, alive = [], []
-    with ShownValues(model) as shown:
-        for predictions, target in zip(*(column.split(sizes) for column in batch), strict=True):
-            shown.begin_part(len(target), len(target) / NUM_SAMPLES)
-            alive.append([token() is not None for token in tokens])
-            token = Token()
-            tokens.append(weakref.ref(token))
-            noted = Weak.apply(predictions.clone().requires_grad_(), token)
-            del token
-            model.metric(noted, target)
-            (noted - target).square().mean().backward()
-            del noted
-    return alive, [token() is not None for token in tokens]
-
-
-@pytest.mark.parametrize("make", [MeanSquaredError, PearsonCorrCoef], ids=["merged", "averaged"])
-def test_the_graph_of_a_micro_batch_does_not_outlive_it(make):
-    model, plain = Model(make()), Model(make())
-    for batch in batches(pairs, 2):
-        alive, alive_at_the_end = run_differentiable(model, batch, [5, 5, 2])
-        run_chunks(plain, batch, [5, 5, 2], "forward")
-        assert alive == [[], [False], [False, False]]
-        assert not any(alive_at_the_end)
-        assert_same(model.metric._forward_cache, plain.metric._forward_cache)
-    assert_same(model.metric.compute(), plain.metric.compute())
 
 
 def test_the_value_in_a_micro_batch_has_its_gradient():

@@ -53,6 +53,7 @@ class Trouble(pl.Callback):
 
     def __init__(self, limit: MemoryLimit) -> None:
         self.random = random.Random(0)
+        self.model: LitSmall | None = None
         self.countdown = -1
         self.sizes: list[int | None] = []
         self.live_bytes: list[int] = []
@@ -60,7 +61,7 @@ class Trouble(pl.Callback):
         self.limit = limit
 
     def strikes(self) -> bool:
-        if not (self.model.is_in_step or torch._C._current_graph_task_id() != -1):
+        if self.model is None or not (self.model.is_in_step or torch._C._current_graph_task_id() != -1):
             return False
         self.countdown -= 1
         return self.countdown == 0

@@ -227,36 +227,6 @@ def test_copies_serve_training_and_evaluation():
             assert torch.equal(module.running_mean, value)
 
 
-def draw_numbers(generator):
-    if isinstance(generator, torch.Generator):
-        return torch.rand(3, generator=generator).tolist()
-    return [generator.random() for _ in range(3)]
-
-
-GENERATORS = {
-    "torch": lambda: torch.Generator().manual_seed(3),
-    "numpy": lambda: np.random.default_rng(3),
-    "numpy's old one": lambda: np.random.RandomState(3),
-    "numpy's long one": lambda: np.random.Generator(np.random.MT19937(3)),
-    "python": lambda: random.Random(3),
-}
-
-
-@pytest.mark.parametrize("kind", GENERATORS)
-def test_generators_of_a_module_go_back(kind):
-    module = nn.Module()
-    copies = StepState(module, CPU)
-    generator = GENERATORS[kind]()
-    module.noise, module.more = generator, {"a": [0, deque([generator])]}
-    for _ in range(2):
-        state = copies.take()
-        drawn = draw_numbers(generator)
-        for _ in range(2):
-            state.restore()
-            assert module.noise is module.more["a"][1][0] is generator
-            assert draw_numbers(generator) == drawn
-
-
 def add_hook(layer):
     layer.handle = layer.register_forward_hook(lambda *_: None)
 
