@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from support.accumulation_models import Ragged, Scalar, Streaming, fit_once, mean_gradient, ragged_batches, windows_of
@@ -203,24 +203,6 @@ class TestTargetBatchSize:
         fit(model, AccumulationScheduler(target_batch_size=4), max_epochs=2, reload_dataloaders_every_n_epochs=1)
         assert model.gradients == [1.5, 5.5] * 2
         assert model.zeroed_at == [0, 4, 0, 2]
-
-
-class Names(Callback):
-    def __init__(self):
-        self.found = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.found.append((trainer.accumulate_grad_batches, trainer.fit_loop._should_accumulate()))
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.found.append(trainer.fit_loop._should_accumulate())
-
-
-def test_callbacks_in_any_order_see_the_same_window(fit):
-    before, after = Names(), Names()
-    fit(Scalar(range(5)), before, AccumulationScheduler({0: 2}), after)
-    expected = [True, (2, True), False, (2, False)] * 2 + [False, (1, False)]
-    assert before.found == after.found == expected
 
 
 def make_normed(weight=None):

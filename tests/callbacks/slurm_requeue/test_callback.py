@@ -178,16 +178,6 @@ def test_a_program_that_goes_on_after_an_error_outlives_a_signal(slurm, tmp_path
     end_process(callback)
 
 
-def test_after_a_run_without_an_error_sigterm_ends_the_program_again(slurm, tmp_path):
-    callback = SlurmRequeue()
-    with pytest.raises(PlantedError):
-        make_trainer(tmp_path, Fail(1), callback).fit(Noting())
-    make_trainer(tmp_path, callback).test(Noting())
-    after = handlers()
-    end_process(callback)
-    assert (after[TERM], after[USR1]) == (signal.SIG_DFL, note_signal)
-
-
 def wait_for(number: int) -> None:
     """Let a signal be sent that is blocked; in this thread only, for others of torch's do not block it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {number})

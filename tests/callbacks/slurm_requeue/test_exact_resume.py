@@ -7,9 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from support.helpers import assert_equal_weights
 from support.requeue_runs import FakeSlurm, Noting, Run, assert_went_on, fit
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -199,23 +197,3 @@ def test_loaders_that_share_a_generator_are_warned_of(tmp_path):
         match=r"^SlurmRequeue cannot restore a generator that several .* its own torch\.Generator\.$",
     ):
         resume_and_compare(Sharing, tmp_path, 2)
-
-
-class AtEpochs(LearningRateFinder):
-    """Searches when epochs begin, as Lightning's documentation shows."""
-
-    def on_fit_start(self, *args: Any) -> None:
-        """Not yet."""
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self.lr_find(trainer, pl_module)
-
-
-def test_outside_of_a_job_a_search_does_not_change_the_fit(tmp_path):
-    arguments = {"max_epochs": 4, "limit_val_batches": 0, "reload_dataloaders_every_n_epochs": 1}
-    expected, ours = (
-        fit(Long, tmp_path, AtEpochs(num_training_steps=4, update_attr=False), *ours, **arguments)
-        for ours in ([], [SlurmRequeue()])
-    )
-    assert ours.module.seen == expected.module.seen
-    assert_equal_weights(ours.module, expected.module)

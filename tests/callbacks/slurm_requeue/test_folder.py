@@ -69,13 +69,6 @@ def test_the_newest_is_that_of_the_latest_time(folder, tmp_path):
     assert folder.newest([other]) == folder.checkpoint
 
 
-def test_a_checkpoint_may_be_a_folder(folder, tmp_path):
-    folder.checkpoint.mkdir()
-    (folder.checkpoint / "shard").touch()
-    folder.remove()
-    assert list((tmp_path / "runs").iterdir()) == []
-
-
 def test_what_others_have_there_stays(folder, tmp_path):
     of_other_step = make_folder(tmp_path / "runs", step_id="1")
     of_other_job = make_folder(tmp_path / "runs", job_id="18")

@@ -106,8 +106,3 @@ def test_who_else_starts_processes_is_left_alone(launcher, monkeypatch):
     monkeypatch.setenv(launcher, "1")
     check_job(without_srun)
     check_job(SlurmJob("17", "bash", 0, 8, 2, True, "0"))
-
-
-def test_a_step_has_its_own_number_of_tasks():
-    found = job(SLURM_NTASKS="8", SLURM_NNODES="2", SLURM_STEP_NUM_TASKS="1", SLURM_STEP_NUM_NODES="1")
-    assert (found.num_tasks, found.num_nodes) == (1, 1)
