@@ -216,7 +216,7 @@ def test_looking_at_batches_changes_neither_data_nor_random_numbers(fit):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         plain = fit(Shuffled, Look())
-        packed = fit(Shuffled, AutoVRAM(int(5.5 * MIB)), Look())
+        packed = fit(Shuffled, AutoVRAM("1GiB"), Look())
     assert len(seen) == 26
     for one, other in zip(seen[:13], seen[13:], strict=True):
         assert torch.equal(one, other)
