@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_vram import MicroBatching
 
-NUM_STEPS = 200
+NUM_STEPS = 500
 
 
 class LitSmall(pl.LightningModule):
@@ -85,10 +85,10 @@ def test_many_steps_with_errors_in_one_of_ten_neither_leak_nor_drift(fit) -> Non
     with MemoryLimit() as limit:
         trouble = Trouble(limit)
         troubled = fit(LitSmall, MicroBatching(regrow_after_n_batches=3), trouble)
-    assert limit.num_errors > 10
+    assert limit.num_errors > 30
     assert 0 < limit.errors_in_backward < limit.num_errors
     assert {2, 4, 8} <= set(trouble.sizes)
-    assert max(trouble.live_bytes[-50:]) <= max(trouble.live_bytes[50:150])
+    assert max(trouble.live_bytes[-100:]) <= max(trouble.live_bytes[50:150])
     script = MicroBatching(1)
     script._choosers["training"] = Script(trouble.sizes)
     assert_equal_weights(troubled, fit(LitSmall, script))
