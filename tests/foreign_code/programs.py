@@ -1,10 +1,5 @@
-"""Training code as people write it who have never heard of this package: one LightningModule per kind of it.
+"""Training code as people write it who have never heard of this package, with the optimizers of ``fsdp_offload``."""
 
-Every optimizer is fused, as ``fsdp_offload`` steps: the kernels of ``foreach`` round otherwise.
-"""
-
-import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,167 +24,13 @@ def adamw(parameters: Any, lr: float = 3e-3) -> AdamW:
 class Residual(nn.Module):
     """Norm, two linear layers and a sum, as in any transformer or MLP-Mixer."""
 
-    def __init__(self, width: int = WIDTH, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width)
-        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + self.mlp(self.norm(hidden))
-
-
-class MomentumTeacher(pl.LightningModule):
-    """Self-supervised: a student predicts what its own moving average makes of another view."""
-
-    def __init__(self, moves: str = "after the batch") -> None:
-        super().__init__()
-        self.moves = moves
-        self.student = nn.Sequential(nn.Linear(8, WIDTH), Residual(), Residual())
-        self.teacher = copy.deepcopy(self.student)
-        for parameter in self.teacher.parameters():
-            parameter.requires_grad = False
-        self.predictor = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
-        if self.moves == "in the step":
-            for teacher, student in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-                teacher.data = teacher.data * 0.9 + student.data * 0.1
-        (view,) = batch
-        predicted = self.predictor(self.student(view))
-        with torch.no_grad():
-            expected = self.teacher(view.flip(1))
-        loss = -F.cosine_similarity(predicted, expected, dim=-1).mean()
-        self.log("loss", loss)
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for teacher, student in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-            if self.moves == "after the batch":
-                with torch.no_grad():
-                    teacher.mul_(0.9).add_(student, alpha=0.1)
-            elif self.moves == "through data":
-                teacher.data.mul_(0.9).add_(student.data, alpha=0.1)
-
-    def configure_optimizers(self) -> AdamW:
-        return adamw([*self.student.parameters(), *self.predictor.parameters()])
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(TensorDataset(torch.randn(NUM_SAMPLES, 8)), batch_size=BATCH_SIZE, shuffle=True)
-
-
-class MomentumTeacherInTheStep(MomentumTeacher):
-    def __init__(self) -> None:
-        super().__init__("in the step")
-
-
-class MomentumTeacherThroughData(MomentumTeacher):
-    def __init__(self) -> None:
-        super().__init__("through data")
-
-
-class Adversarial(pl.LightningModule):
-    """A generator and a discriminator take turns, each with its optimizer, by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(4, WIDTH), Residual(), Residual(), nn.Linear(WIDTH, 8), nn.Tanh())
-        self.discriminator = nn.Sequential(
-            nn.Linear(8, WIDTH), nn.LeakyReLU(0.2), nn.Dropout(0.3), Residual(), Residual(), nn.Linear(WIDTH, 1)
-        )
-
-    def judge(self, samples: Tensor, *, is_real: bool) -> Tensor:
-        logits = self.discriminator(samples)
-        return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(is_real)))
-
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
-        (real,) = batch
-        generator_optimizer, discriminator_optimizer = self.optimizers()
-        noise = torch.randn(len(real), 4, device=self.device)
-
-        self.toggle_optimizer(generator_optimizer)
-        loss = self.judge(self.generator(noise), is_real=True)
-        generator_optimizer.zero_grad()
-        self.manual_backward(loss)
-        generator_optimizer.step()
-        self.untoggle_optimizer(generator_optimizer)
-        self.log("generator_loss", loss, prog_bar=True)
-
-        self.toggle_optimizer(discriminator_optimizer)
-        loss = (self.judge(real, is_real=True) + self.judge(self.generator(noise).detach(), is_real=False)) / 2
-        discriminator_optimizer.zero_grad()
-        self.manual_backward(loss)
-        discriminator_optimizer.step()
-        self.untoggle_optimizer(discriminator_optimizer)
-        self.log("discriminator_loss", loss, prog_bar=True)
-
-    def configure_optimizers(self) -> list[AdamW]:
-        return [adamw(self.generator.parameters()), adamw(self.discriminator.parameters())]
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(TensorDataset(torch.rand(NUM_SAMPLES, 8) * 2 - 1), batch_size=BATCH_SIZE, shuffle=True)
-
-
-class LowRank(nn.Module):
-    """A frozen linear layer, and beside it two small ones that learn what to add."""
-
-    def __init__(self, base: nn.Linear, rank: int = 2, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(requires_grad=False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-        self.dropout = nn.Dropout(dropout)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(self.dropout(x))) * 2.0
-
-
-class Adapters(pl.LightningModule):
-    """Fine-tunes adapters in a frozen language model; only they go to the optimizer and into checkpoints."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(32, WIDTH)
-        self.blocks = nn.ModuleList(Residual(dropout=dropout) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 32, bias=False)
-        self.head.weight = self.embed.weight  # tied
-        self.requires_grad_(requires_grad=False)
-        for block in self.blocks:
-            block.mlp[0] = LowRank(block.mlp[0], dropout=dropout)
-            block.mlp[3] = LowRank(block.mlp[3], dropout=dropout)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embed(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden)
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        logits = self(batch["input_ids"])[:, :-1]
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten())
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def configure_optimizers(self) -> dict[str, Any]:
-        optimizer = adamw((parameter for parameter in self.parameters() if parameter.requires_grad), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        names = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
-        checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name in names}
-
-    def train_dataloader(self) -> DataLoader:
-        samples = [{"input_ids": tokens} for tokens in torch.randint(32, (NUM_SAMPLES, 9))]
-        return DataLoader(samples, batch_size=BATCH_SIZE, shuffle=True)
-
-
-class AdaptersWithDropout(Adapters):
-    def __init__(self) -> None:
-        super().__init__(dropout=0.2)
 
 
 class Scenes(Dataset):
@@ -258,7 +99,7 @@ class Detection(pl.LightningModule):
     def train_dataloader(self) -> DataLoader:
         return DataLoader(Scenes(), batch_size=BATCH_SIZE, collate_fn=lambda rows: tuple(zip(*rows, strict=True)))
 
-    predict_dataloader = train_dataloader
+    predict_loader = train_dataloader
 
 
 @dataclass
@@ -327,92 +168,6 @@ class GraphClassification(pl.LightningModule):
             for n in sizes
         ]
         return DataLoader(graphs, batch_size=BATCH_SIZE, shuffle=True, collate_fn=join_graphs)
-
-
-class TimedBlock(nn.Module):
-    """A stage of a U-Net that is told how noisy its input is."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.norm, self.conv = nn.GroupNorm(2, channels), nn.Conv2d(channels, channels, 3, padding=1)
-        self.time = nn.Linear(8, channels)
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        return x + self.conv(F.silu(self.norm(x + self.time(time)[:, :, None, None])))
-
-
-class Diffusion(pl.LightningModule):
-    """Learns to tell the noise in noisy images, and makes images of noise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(16, 1, 3, padding=1)
-        self.blocks = nn.ModuleList(TimedBlock(8) for _ in range(3))
-        self.register_buffer("signal", torch.linspace(0.999, 0.01, 10))
-
-    def forward(self, x: Tensor, steps: Tensor) -> Tensor:
-        frequencies = torch.exp(-math.log(100) * torch.arange(4, device=x.device) / 4)
-        angles = steps[:, None] * frequencies
-        time = torch.cat([angles.sin(), angles.cos()], dim=1)
-        hidden = skip = self.first(x)
-        for block in self.blocks:
-            hidden = block(hidden, time)
-        return self.last(torch.cat([hidden, skip], dim=1))
-
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
-        (images,) = batch
-        noise = torch.randn_like(images)
-        steps = torch.randint(len(self.signal), (len(images),), device=self.device)
-        signal = self.signal[steps][:, None, None, None]
-        loss = F.mse_loss(self(signal.sqrt() * images + (1 - signal).sqrt() * noise, steps), noise)
-        self.log("loss", loss)
-        return loss
-
-    def predict_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
-        images = torch.randn_like(batch[0])
-        for step in reversed(range(len(self.signal))):
-            noise = self(images, torch.full((len(images),), step, device=self.device))
-            images = images - 0.1 * noise + 0.01 * torch.randn_like(images)
-        return images
-
-    def configure_optimizers(self) -> AdamW:
-        return adamw(self.parameters())
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(TensorDataset(torch.randn(NUM_SAMPLES, 1, 8, 8)), batch_size=BATCH_SIZE, shuffle=True)
-
-    def predict_dataloader(self) -> DataLoader:
-        return DataLoader(TensorDataset(torch.zeros(6, 1, 8, 8)), batch_size=BATCH_SIZE)
-
-
-class Speech(pl.LightningModule):
-    """Reads letters off sequences of several lengths; nobody says which frame belongs to which letter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(6, WIDTH), Residual(), Residual())
-        self.recurrent = nn.GRU(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(WIDTH, NUM_CLASSES)
-
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
-        frames, num_frames, letters, num_letters = batch
-        packed = nn.utils.rnn.pack_padded_sequence(
-            self.encoder(frames), num_frames.cpu(), batch_first=True, enforce_sorted=False
-        )
-        hidden, _ = nn.utils.rnn.pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)
-        log_probabilities = self.head(hidden).log_softmax(dim=-1).transpose(0, 1)
-        loss = F.ctc_loss(log_probabilities, letters, num_frames, num_letters, zero_infinity=True)
-        self.log("loss", loss, on_epoch=True)
-        return loss
-
-    def configure_optimizers(self) -> AdamW:
-        return adamw(self.parameters())
-
-    def train_dataloader(self) -> DataLoader:
-        num_frames, num_letters = torch.randint(8, 13, (NUM_SAMPLES,)), torch.randint(1, 4, (NUM_SAMPLES,))
-        letters = torch.randint(1, NUM_CLASSES, (NUM_SAMPLES, 3))
-        data = TensorDataset(torch.randn(NUM_SAMPLES, 12, 6), num_frames, letters, num_letters)
-        return DataLoader(data, batch_size=BATCH_SIZE, shuffle=True)
 
 
 class TwoTasks(pl.LightningModule):
@@ -509,4 +264,4 @@ class Images(pl.LightningModule):
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.samples(), batch_size=self.batch_size)
 
-    predict_dataloader = val_dataloader
+    predict_loader = val_dataloader
