@@ -1,14 +1,14 @@
 """LightningModules of all sorts: what a step may do, besides having a network. Each with a batch and its trainer."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import WeightAveraging
-from support.helpers import NUM_CLASSES, LateTiny, LitManual, LitTiny, TinyByteGPT, TinyCNN, TinyGPT
-from support.written_nets import WAYS, Averaged, Clipped, DecayedByHand, Sharpness
+from support.helpers import NUM_CLASSES, LitManual, LitTiny, TinyCNN, TinyGPT
+from support.written_nets import WAYS, Averaged
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import BatchEncoding
@@ -111,21 +111,6 @@ class Metered(Plain):
         self.log("val_accuracy", self.accuracy)
 
 
-class Compiled(Plain):
-    """Its network is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.compile(self.net)
-
-
-class Searching(Plain):
-    """Runs its closure as often as the line search likes."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), max_iter=3)
-
-
 class Sparse(Plain):
     """Gradients of few rows of a table."""
 
@@ -149,17 +134,6 @@ class Skipping(Plain):
         return None if batch_idx % 2 else super().training_step(batch, batch_idx)
 
 
-class Scheduled(Plain):
-    """Warms up, then follows a cosine; and a schedule that looks at what is logged."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=1)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-        both = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [1])
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": both, "interval": "step"}}
-
-
 class Watched(Plain):
     """Its schedule reads the loss of the validation."""
 
@@ -170,11 +144,6 @@ class Watched(Plain):
         optimizer = torch.optim.Adam(self.parameters(), amsgrad=True)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
-
-
-class Sample(NamedTuple):
-    inputs: Tensor
-    names: list[str]
 
 
 class Nested(Plain):
@@ -191,8 +160,6 @@ def _rows_in(batch: Any) -> Tensor:
         return batch
     if isinstance(batch, dict | BatchEncoding):
         return _rows_in(batch["rows"])
-    if isinstance(batch, Sample):
-        return batch.inputs
     return torch.stack([_rows_in(part) for part in batch])
 
 
@@ -252,32 +219,21 @@ Case = tuple[Callable[[], pl.LightningModule], Callable[[int], Any], dict[str, A
 MODULES: dict[str, Case] = {
     "cnn": (lambda: LitTiny(TinyCNN()), images, {}),
     "gpt": (lambda: LitTiny(TinyGPT()), tokens, {}),
-    "byte_gpt": (TinyByteGPT, lambda size: torch.randint(256, (size, 17)), {}),
     "tied": (_tied, tokens, {}),
-    "late": (LateTiny, tokens, {}),
     "late with hooks": (Late, rows, {}),
     "manual": (lambda: LitManual(TinyCNN()), images, {}),
     "lstm": (Recurrent, _sequences, {}),
     "gan": (Adversarial, rows, {}),
     "metrics": (Metered, rows, {}),
-    "compiled": (Compiled, rows, {}),
-    "lbfgs": (Searching, rows, {}),
     "sparse": (Sparse, lambda size: torch.randint(512, (size, 3)), {}),
     "skipping": (Skipping, rows, {}),
-    "scheduled": (Scheduled, rows, {}),
     "watched": (Watched, rows, {}),
     "penalised": (Penalised, rows, {}),
-    "dict with strings": (Nested, lambda size: {"rows": rows(size), "names": ["x"] * size, "epoch": 3}, {}),
     "list of samples": (Nested, lambda size: [{"rows": torch.randn(WIDTH), "id": i} for i in range(size)], {}),
-    "named tuple": (Nested, lambda size: Sample(rows(size), ["x"] * size), {}),
     "batch encoding": (Nested, lambda size: BatchEncoding({"rows": rows(size)}), {}),
     "average of weights": (Plain, rows, {"callbacks": [Averaging()]}),
     "own average": (lambda: Averaged("end of the batch", WAYS["data ="]), tokens, {}),
-    "clipped weights": (Clipped, tokens, {}),
-    "decayed by hand": (DecayedByHand, tokens, {}),
-    "sharpness": (Sharpness, tokens, {}),
     "clipped gradients": (Plain, rows, {"gradient_clip_val": 1.0}),
-    "clipped values": (Plain, rows, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}),
     "accumulated": (Plain, rows, {"accumulate_grad_batches": 3}),
     "bf16": (Plain, rows, {"precision": "bf16-mixed"}),
 }
