@@ -62,11 +62,11 @@ CASES = {
 }
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize(
     ("case", "budget", "allow", "chosen", "note"),
     [
         ("logits", 20, "lossless", "ChunkedLoss", "# Computes logits and loss in chunks of tokens."),
-        ("gradients", 8, "exact", "OptimizerInBackward", "in the backward, and frees its gradient."),
         (
             "gradients",
             5,

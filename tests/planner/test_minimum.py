@@ -21,10 +21,10 @@ START = "No plan fits 100.00 MiB. The minimum found is 260.00 MiB, with Activati
 class Wide(pl.LightningModule):
     """Weights are most of it: 192 MiB, with gradients and states 768 MiB."""
 
-    def __init__(self):
+    def __init__(self, width=2048):
         super().__init__()
         with torch.device("meta"):
-            self.net = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(12)))
+            self.net = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(12)))
 
     def training_step(self, batch, batch_idx):
         return self.net(batch).square().mean()

@@ -104,17 +104,6 @@ def test_compiled_modules_get_no_activation_budget():
     assert not any("budget" in scheme for scheme in steps.schemes)
 
 
-def test_a_single_remedy_that_is_faster_wins():
-    assert found_for(10 * GIB, singles=(FUSION,)).best.scheme == Scheme((FUSION,))
-    assert found_for(11 * GIB + 900 * MIB, singles=(FUSION,)).best.scheme.parts[0].name == CHECKPOINTING.name
-
-
-def test_the_next_states_are_taken_where_the_first_do_not_do():
-    found = found_for(4 * GIB)
-    assert found.best.scheme.parts[0] is OPTIMIZER_ON_HOST
-    assert 0.99 * 4 * GIB <= found.best.needed_bytes <= 4 * GIB
-
-
 def test_states_are_taken_first_where_they_are_faster():
     found = found_for(8 * GIB, steps=Steps(seconds_on_host=0.01))
     assert found.best.scheme == ON_HOST
@@ -126,29 +115,8 @@ def test_remedies_are_not_tried_on_what_is_slower_already():
     assert not [scheme for scheme in steps.schemes if OPTIMIZER_ON_HOST.name in scheme and "Checkpointing" in scheme]
 
 
-@pytest.mark.parametrize("budget", [10 * GIB, 6 * GIB, 4 * GIB + 400 * MIB])
-def test_as_many_samples_as_fit_run_at_once(budget):
-    best = found_for(budget, checkpoints=False, cuts=True, states=(Scheme(),)).best
-    size = best.scheme.parts[0].init_args["size"]
-    assert best.needed_bytes <= budget
-    larger = Steps()(Scheme((Part(IN_PARTS.class_path, {"size": -(-BATCH_SIZE // (-(-BATCH_SIZE // size) - 1))}),)))
-    assert larger.needed_bytes > budget  # one part less
-
-
-def test_parts_and_checkpoints_are_taken_together_where_neither_does():
-    best = found_for(4 * GIB + 64 * MIB, cuts=True, states=(Scheme(),)).best
-    assert [part.name for part in best.scheme.parts] == [CHECKPOINTING.name, IN_PARTS.name]
-
-
-def test_a_budget_below_all_says_what_would_be_the_least():
-    found = found_for(GIB // 2)
-    assert found.best is None
-    assert found.least.needed_bytes == LEAST
-    assert found.least.scheme == ON_HOST + CHECKPOINTING
-
-
 @pytest.mark.parametrize("refused", [(), (CHECKPOINTING.name,), (FUSION.name,)])
-@pytest.mark.parametrize("budget", [8 * MIB, GIB // 2, 4 * GIB + 50 * MIB, 5 * GIB, 9 * GIB, 11 * GIB])
+@pytest.mark.parametrize("budget", [GIB // 2, 4 * GIB + 50 * MIB, 9 * GIB])
 def test_no_set_of_parts_is_leaner_or_faster_than_what_is_found(budget, refused):
     found = found_for(budget, steps=Steps(refused=refused), singles=(FUSION,), cuts=True)
     some = [Steps(refused=refused)(scheme) for scheme in every_scheme()]
@@ -260,11 +228,6 @@ def test_tiles_go_with_parts_of_a_batch_and_are_asked_for_once_where_they_do_not
     steps = StepsInTiles(tile_bytes=0)
     found_for(int(4.3 * GIB), steps=steps, states=(Scheme(), Scheme((IN_BACKWARD,))), tiles=True)
     assert [scheme for scheme in steps.schemes if TOKEN_TILING.name in scheme] == [str(TILED)]
-
-
-def test_what_a_part_refuses_is_passed_over():
-    found = found_for(8 * GIB, steps=Steps(refused=(CHECKPOINTING.name,)), singles=(FUSION,))
-    assert found.best.scheme == ON_HOST
 
 
 def test_a_users_own_parts_are_kept():
