@@ -14,30 +14,20 @@ _TAKES = ("segment_alloc", "segment_map")
 
 @dataclass(frozen=True)
 class SnapshotReplay:
-    """What both allocators had reserved, after each ``alloc`` and ``free_completed`` of a trace.
-
-    Args:
-        recorded: Bytes that the real one had reserved.
-        simulated: Bytes that the simulated one has.
-        allocated: Bytes that the simulated one has in blocks in use.
-        peak_allocated_bytes: Most of them, the start included.
-        num_unknown: Frees of blocks that neither the start nor the trace tells of: they are left out.
-    """
+    """What both allocators had reserved, after each ``alloc`` and ``free_completed`` of a trace."""
 
     recorded: tuple[int, ...]
     simulated: tuple[int, ...]
-    allocated: tuple[int, ...]
-    peak_allocated_bytes: int
-    num_unknown: int
+    allocated: tuple[int, ...]  # in blocks in use, of the simulated one
+    peak_allocated_bytes: int  # the start included
+    num_unknown: int  # frees of blocks that neither the start nor the trace tells of, which are left out
 
     @property
     def recorded_peak_bytes(self) -> int:
-        """Most that the real one had reserved."""
         return max(self.recorded, default=0)
 
     @property
     def simulated_peak_bytes(self) -> int:
-        """Most that the simulated one had."""
         return max(self.simulated, default=0)
 
     @property
@@ -53,17 +43,9 @@ def replay_snapshot(
     settings: AllocatorSettings | None = None,
     segments: Iterable[Segment] = (),
 ) -> SnapshotReplay:
-    """Replay a trace of ``torch.cuda.memory._snapshot()`` of a process that has given no segment back.
+    """Replay one of the ``device_traces`` of ``torch.cuda.memory._snapshot()``; the process has given no segment back.
 
-    Args:
-        trace: One of the snapshot's ``device_traces``.
-        settings: Those of the process that was recorded. ``None`` takes PyTorch's defaults.
-        segments: ``segments`` of a snapshot from before the first entry. None, if the trace begins with the process.
-
-    Example:
-        >>> entry = {"action": "segment_alloc", "addr": 0, "size": 2097152, "stream": 0}
-        >>> replay_snapshot([entry, {"action": "alloc", "addr": 0, "size": 512, "stream": 0}]).worst_error
-        0.0
+    ``segments`` are those of a snapshot from before the first entry; none, if the trace begins with the process.
     """
     allocator = CachingAllocator(settings)
     blocks = restore(allocator, segments)
@@ -89,15 +71,7 @@ def replay_snapshot(
 
 
 def restore(allocator: CachingAllocator, segments: Iterable[Segment]) -> dict[int, Block]:
-    """Let an allocator, new so far, have these segments.
-
-    Args:
-        allocator: Of the same settings as the real one.
-        segments: Of ``torch.cuda.memory._snapshot()``; expandable ones are in one piece.
-
-    Returns:
-        The blocks in use, by address.
-    """
+    """Let a new allocator have these segments (expandable ones in one piece), and return blocks in use by address."""
     blocks: dict[int, Block] = {}
     for segment in segments:
         pool = allocator._pools[stream_of(segment), segment["segment_type"] == "small"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import transformers as hf
+from support.hf_models import from_config
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -91,50 +91,7 @@ class ConvNet(nn.Module):
 _SIZES = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": 3, "num_attention_heads": 2}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _TOKENS = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-
-
-def _llama(*, is_tied: bool) -> nn.Module:
-    config = hf.LlamaConfig(**_TOKENS, **_SIZES, max_position_embeddings=LENGTH, tie_word_embeddings=is_tied)
-    return hf.LlamaForCausalLM(config)
-
-
-def _mixtral() -> nn.Module:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
-    silent = {"router_aux_loss_coef": 0.0, "output_router_logits": False, "router_jitter_noise": 0.0}
-    return hf.MixtralForCausalLM(hf.MixtralConfig(**_TOKENS, **_SIZES, **experts, **silent))
-
-
-def _gpt2() -> nn.Module:
-    silent = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return hf.GPT2LMHeadModel(hf.GPT2Config(**_TOKENS, n_embd=WIDTH, n_layer=3, n_head=2, n_positions=LENGTH, **silent))
-
-
-def _t5() -> nn.Module:
-    sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 4 * WIDTH, "num_layers": 2, "num_heads": 2}
-    return hf.T5ForConditionalGeneration(
-        hf.T5Config(vocab_size=VOCAB_SIZE, **sizes, dropout_rate=0.0, decoder_start_token_id=0)
-    )
-
-
-def _bert() -> nn.Module:
-    return hf.BertForMaskedLM(hf.BertConfig(vocab_size=VOCAB_SIZE, **_SIZES, **_NO_DROPOUT, max_position_embeddings=8))
-
-
-def _vit() -> nn.Module:
-    config = hf.ViTConfig(**_SIZES, **_NO_DROPOUT, image_size=IMAGE[1], patch_size=8, num_labels=NUM_CLASSES)
-    return hf.ViTForImageClassification(config)
-
-
-def _resnet() -> nn.Module:
-    sizes = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2]}
-    return hf.ResNetForImageClassification(hf.ResNetConfig(**sizes, num_labels=NUM_CLASSES))
-
-
-def _whisper() -> nn.Module:
-    encoder = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "max_source_positions": 8}
-    decoder = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 32, "max_target_positions": LENGTH}
-    sizes = {"d_model": WIDTH, "num_mel_bins": 4, "dropout": 0.0, "decoder_start_token_id": 1}
-    return hf.WhisperForConditionalGeneration(hf.WhisperConfig(**_TOKENS, **encoder, **decoder, **sizes))
+_LLAMA = {**_TOKENS, **_SIZES, "max_position_embeddings": LENGTH}
 
 
 ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
@@ -143,15 +100,40 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "nn_transformer": TinyTranslator,
     "mlp": MLP,
     "conv_bn": ConvNet,
-    "llama": lambda: _llama(is_tied=False),
-    "tied_llama": lambda: _llama(is_tied=True),
-    "mixtral": _mixtral,
-    "gpt2": _gpt2,
-    "t5": _t5,
-    "bert": _bert,
-    "vit": _vit,
-    "resnet": _resnet,
-    "whisper": _whisper,
+    "llama": from_config("LlamaForCausalLM", **_LLAMA, tie_word_embeddings=False),
+    "tied_llama": from_config("LlamaForCausalLM", **_LLAMA, tie_word_embeddings=True),
+    "mixtral": from_config(
+        "MixtralForCausalLM",
+        **{**_TOKENS, **_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2},
+        **{"router_aux_loss_coef": 0.0, "output_router_logits": False, "router_jitter_noise": 0.0},
+    ),
+    "gpt2": from_config(
+        "GPT2LMHeadModel",
+        **{**_TOKENS, "n_embd": WIDTH, "n_layer": 3, "n_head": 2, "n_positions": LENGTH},
+        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+    "t5": from_config(
+        "T5ForConditionalGeneration",
+        **{"vocab_size": VOCAB_SIZE, "d_model": WIDTH, "d_kv": 8, "d_ff": 4 * WIDTH, "num_layers": 2, "num_heads": 2},
+        **{"dropout_rate": 0.0, "decoder_start_token_id": 0},
+    ),
+    "bert": from_config(
+        "BertForMaskedLM", **{**_SIZES, **_NO_DROPOUT, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 8}
+    ),
+    "vit": from_config(
+        "ViTForImageClassification",
+        **{**_SIZES, **_NO_DROPOUT, "image_size": IMAGE[1], "patch_size": 8, "num_labels": NUM_CLASSES},
+    ),
+    "resnet": from_config(
+        "ResNetForImageClassification",
+        **{"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2], "num_labels": NUM_CLASSES},
+    ),
+    "whisper": from_config(
+        "WhisperForConditionalGeneration",
+        **{**_TOKENS, "d_model": WIDTH, "num_mel_bins": 4, "dropout": 0.0, "decoder_start_token_id": 1},
+        **{"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "max_source_positions": 8},
+        **{"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 32, "max_target_positions": LENGTH},
+    ),
 }
 
 _OWN = ("tiny_lm", "tied_lm", "nn_transformer", "mlp", "conv_bn")  # these return logits, the others a loss

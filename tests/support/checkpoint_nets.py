@@ -1,15 +1,13 @@
 """A small network with everything that makes checkpoints hard, its optimizers, and processes to shard it over."""
 
-import gc
-import os
-import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support.sharded_nets import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -103,21 +101,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def run_ranks(world_size: int, work: Callable[..., None], folder: Path, *arguments: Any) -> None:
     """Call ``work(folder, *arguments)`` in forked processes of a group; an error in any is an error here."""
-    gc.collect()
-    store = folder / f"store-{os.urandom(4).hex()}"
-    mp.start_processes(
-        _run, (world_size, store, work, folder, *arguments), nprocs=world_size, start_method="fork", join=True
-    )
-
-
-def _run(rank: int, world_size: int, store: Path, work: Callable[..., None], folder: Path, *arguments: Any) -> None:
-    gc.freeze()  # groups of the parent that are garbage would wait for threads that are not in this process
-    warnings.filterwarnings("ignore", category=UserWarning)  # of FSDP2
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    try:
-        work(folder, *arguments)
-    finally:
-        dist.destroy_process_group()
+    on_ranks(folder, partial(work, folder, *arguments), num_ranks=world_size)
 
 
 def load(

@@ -12,25 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-NUM_SAMPLES = 4
-"""Of each operator or module at most."""
+NUM_SAMPLES = 4  # of each operator or module at most
 
 
 @dataclass(frozen=True)
 class Program:
-    """A computation that can be run again.
-
-    Args:
-        name: For messages.
-        make: Returns new arguments of the same values.
-        call: Computes on them.
-        find_leaves: Returns those that get gradients.
-    """
+    """A computation that can be run again."""
 
     name: str
-    make: Callable[[], Any]
+    make: Callable[[], Any]  # new arguments of the same values
     call: Callable[[Any], Any]
-    find_leaves: Callable[[Any], list[Tensor]]
+    find_leaves: Callable[[Any], list[Tensor]]  # of the arguments, those that get gradients
 
 
 def operator_programs(part: int, num_parts: int) -> Iterator[Program]:

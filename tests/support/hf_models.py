@@ -91,12 +91,16 @@ def spoken(size: int) -> Batch:
     return {"input_features": torch.randn(size, 8, 32), "labels": text(size)["labels"]}
 
 
-def _of(name: str, make_batch: Callable[[int], Batch], **sizes: Any) -> Model:
+def from_config(name: str, **sizes: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         kind = getattr(hf, name)  # imports its module
         return kind(kind.config_class(**sizes))
 
-    return make, make_batch
+    return make
+
+
+def _of(name: str, make_batch: Callable[[int], Batch], **sizes: Any) -> Model:
+    return from_config(name, **sizes), make_batch
 
 
 def _causal(name: str, **sizes: Any) -> Model:

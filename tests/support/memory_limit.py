@@ -12,9 +12,7 @@ from lightning_vram.memory.storages import iterate_storages, iterate_tensors
 class MemoryLimit(TorchDispatchMode):
     """Counts storages born inside, and raises what CUDA would when an operator's result passes the limit.
 
-    Args:
-        limit_bytes: ``None`` only counts. May be changed at any time.
-        veto: Asked at each operator whether memory runs out there, whatever is alive.
+    ``limit_bytes=None`` only counts. ``veto`` is asked at each operator whether memory runs out there, come what may.
     """
 
     def __init__(self, limit_bytes: int | None = None, veto: Callable[[], bool] = lambda: False) -> None:

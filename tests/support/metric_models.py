@@ -124,12 +124,9 @@ class CatOfPredictions(CatMetric):
 
 
 class LitMetrics(pl.LightningModule):
-    """Trains a linear layer, and feeds one metric in all stages.
+    """Trains a linear layer, and feeds one metric in all stages, of ``num_batches``; training has three.
 
-    Args:
-        make_metric: Of what is in ``METRICS``.
-        use: Whether the metric is updated and computed at the end, or its object is logged, or it is called.
-        num_batches: Of every stage but training, which has three.
+    ``use`` says whether the metric is updated and computed at the end, or its object is logged, or it is called.
     """
 
     def __init__(self, make_metric: Callable[[], Any], use: Use = "update", num_batches: int = 5) -> None:

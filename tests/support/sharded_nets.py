@@ -1,6 +1,8 @@
 """Small networks that are sharded, beside the same ones trained plainly."""
 
 import gc
+import os
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -159,12 +161,13 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 def _run_rank(rank: int, path: str, num_ranks: int, checks: tuple[Callable[..., None], ...]) -> None:
     gc.freeze()  # what the parent left belongs to its process groups, which cannot be ended here
     torch.manual_seed(0)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", num_ranks), rank=rank, world_size=num_ranks)
+    warnings.filterwarnings("ignore", category=UserWarning)  # of FSDP2
+    dist.init_process_group("gloo", store=dist.FileStore(path, num_ranks), rank=rank, world_size=num_ranks)
     for check in checks:
         try:
             check()
         except BaseException as error:
-            error.add_note(f"in {check.__name__} on rank {rank}")
+            error.add_note(f"in {getattr(check, '__name__', check)} on rank {rank}")
             raise
         dist.barrier()
     dist.destroy_process_group()
@@ -173,4 +176,5 @@ def _run_rank(rank: int, path: str, num_ranks: int, checks: tuple[Callable[..., 
 def on_ranks(path: Path, *checks: Callable[[], None], num_ranks: int = 2) -> None:
     """Run ``checks`` one after the other on each of some forked ranks."""
     gc.collect()
-    mp.start_processes(_run_rank, (str(path), num_ranks, checks), nprocs=num_ranks, start_method="fork")
+    store = f"{path}/store-{os.urandom(4).hex()}"
+    mp.start_processes(_run_rank, (store, num_ranks, checks), nprocs=num_ranks, start_method="fork")

@@ -48,12 +48,7 @@ class TimedEvent:
 
 
 class TimedMachine:
-    """What ``torch.cuda`` has, for one device.
-
-    Args:
-        to_host: Bytes per second of its bus.
-        to_device: The same on the way back.
-    """
+    """What ``torch.cuda`` has, for one device; ``to_host`` and ``to_device`` are bytes per second of its bus."""
 
     def __init__(self, to_host: float, to_device: float) -> None:
         self.to_host, self.to_device = to_host, to_device
