@@ -45,20 +45,13 @@ def context_arguments(context: str) -> Arguments:
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature, and what it promises.
+    """A feature, and what it promises."""
 
-    Args:
-        make: Returns the Trainer's arguments that switch it on.
-        outcome: In all contexts but those of ``other``.
-        other: Outcome and reason, by context; a refusal also has what its message says. Without a reason the outcome
-            explains itself.
-        baseline: Returns arguments of the run that it is compared with, by context.
-    """
-
-    make: Callable[[str], Arguments]
-    outcome: str = "exact"
+    make: Callable[[str], Arguments]  # of the Trainer, by context
+    outcome: str = "exact"  # in all contexts but those of ``other``
+    # outcome and reason, by context; a refusal also has what its message says
     other: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    baseline: Callable[[str], Arguments] = lambda context: {}
+    baseline: Callable[[str], Arguments] = lambda context: {}  # of the run that it is compared with
 
     def outcome_in(self, context: str) -> str:
         """Return the cell of the table."""
@@ -94,6 +87,7 @@ def _compression(context: str) -> Arguments:
 
 
 MOVED = {NO_GPU: ("no", MOVES, "it frees and moves parameters")}
+_YOURS = ("no", "your code decides when to step", "does not work with manual optimization")
 FEATURES = {
     "AutoVRAM": Feature(_auto),
     "ActivationCheckpointing": _callback(vram.ActivationCheckpointing, other={"torch.compile": ("exact", NO_BUDGET)}),
@@ -135,20 +129,13 @@ FEATURES = {
         lambda context: {"callbacks": [vram.AccumulationScheduler(by_epoch={0: 2})]},
         "lossless",
         {
-            "manual optimization": (
-                "no",
-                "your code decides when to step",
-                "does not work with manual optimization",
-            ),
+            "manual optimization": _YOURS,
             ACCUMULATION: (
                 "no",
                 "both set the number; remove `accumulate_grad_batches`",
                 "does not work with Trainer(accumulate_grad_batches=2)",
             ),
-            NO_GPU: (
-                "untested",
-                "but DeepSpeed and `FSDPStrategy(cpu_offload=True)` are refused",
-            ),
+            NO_GPU: ("untested", "but DeepSpeed and `FSDPStrategy(cpu_offload=True)` are refused"),
         },
         lambda context: {"accumulate_grad_batches": 2},
     ),
@@ -163,11 +150,7 @@ FEATURES = {
         vram.OptimizerInBackward,
         other=MOVED
         | {
-            "manual optimization": (
-                "no",
-                "your code decides when to step",
-                "does not work with manual optimization",
-            ),
+            "manual optimization": _YOURS,
             "fp16": (
                 "no",
                 'a GradScaler checks all gradients first; exact with `max_norm="two-pass"`',

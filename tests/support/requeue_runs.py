@@ -27,16 +27,9 @@ JOB_ID = "17"
 BATCH_SIZE = 2
 NUM_VAL_BATCHES = 2
 TASK = {
-    "SLURM_JOB_ID": JOB_ID,
-    "SLURM_JOB_NAME": "train",
-    "SLURM_NTASKS": "1",
-    "SLURM_NTASKS_PER_NODE": "1",
-    "SLURM_NNODES": "1",
-    "SLURM_NODELIST": "localhost",
-    "SLURM_NODEID": "0",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_STEP_ID": "0",
+    **{"SLURM_JOB_ID": JOB_ID, "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "localhost"},
+    **dict.fromkeys(("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"), "1"),
+    **dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_ID"), "0"),
 }
 
 
@@ -137,10 +130,7 @@ class Noting(pl.LightningModule):
 
 
 class Rows(Logger):
-    """Keeps what is logged, by step."""
-
-    name = "rows"
-    version = 0
+    name, version = "rows", 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,16 +198,9 @@ class Fail(pl.Callback):
 def make_trainer(folder: Path, *callbacks: pl.Callback, **arguments: Any) -> pl.Trainer:
     """Make a quiet trainer for two epochs that logs every step."""
     defaults = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 2,
-        "num_sanity_val_steps": 0,
-        "log_every_n_steps": 1,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": folder,
-        "logger": Rows(),
+        **{"accelerator": "cpu", "devices": 1, "default_root_dir": folder, "logger": Rows()},
+        **{"max_epochs": 2, "num_sanity_val_steps": 0, "log_every_n_steps": 1},
+        **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     }
     return pl.Trainer(**(defaults | arguments), callbacks=list(callbacks))
 

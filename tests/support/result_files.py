@@ -3,12 +3,8 @@
 import json
 
 MACHINE = {
-    "device": "x86_64, 1 threads",
-    "driver": None,
-    "cuda": None,
-    "python": "3.11.7",
-    "torch": "2.13.0+cpu",
-    "lightning": "2.6.6",
+    **{"device": "x86_64, 1 threads", "driver": None, "cuda": None},
+    **{"python": "3.11.7", "torch": "2.13.0+cpu", "lightning": "2.6.6"},
 }
 MIB = 2**20
 
