@@ -46,8 +46,6 @@ class Plain(pl.LightningModule):
 
 
 class Recurrent(Plain):
-    """An LSTM over sequences."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
@@ -89,8 +87,6 @@ class Adversarial(Plain):
 
 
 class Metered(Plain):
-    """Metrics as modules, logged over the epoch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(WIDTH)
@@ -112,8 +108,6 @@ class Metered(Plain):
 
 
 class Sparse(Plain):
-    """Gradients of few rows of a table."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(512, WIDTH, sparse=True)
@@ -128,15 +122,11 @@ class Sparse(Plain):
 
 
 class Skipping(Plain):
-    """Has nothing to learn from some batches."""
-
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
         return None if batch_idx % 2 else super().training_step(batch, batch_idx)
 
 
 class Watched(Plain):
-    """Its schedule reads the loss of the validation."""
-
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", super().validation_step(batch, batch_idx))
 
@@ -147,8 +137,6 @@ class Watched(Plain):
 
 
 class Nested(Plain):
-    """Takes its rows out of whatever they come in."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(_rows_in(batch), batch_idx)
 
@@ -164,8 +152,6 @@ def _rows_in(batch: Any) -> Tensor:
 
 
 class Penalised(Plain):
-    """Takes the gradient of a gradient."""
-
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         batch = batch.requires_grad_()
         loss = self.net(batch).square().mean()
@@ -199,8 +185,6 @@ class Late(Plain):
 
 
 class Averaging(WeightAveraging):
-    """As Lightning has it, from the first step on."""
-
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         return True
 

@@ -179,8 +179,6 @@ def compute_loss(name: str, model: nn.Module, inputs: Inputs) -> Tensor:
 
 
 class Samples(Dataset[Inputs]):
-    """The samples of :func:`make_inputs`, one by one."""
-
     def __init__(self, name: str, num_samples: int, seed: int) -> None:
         self._inputs = make_inputs(name, num_samples, seed)
         self._num_samples = num_samples

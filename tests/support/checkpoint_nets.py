@@ -124,6 +124,5 @@ def load(
 def read_folder(
     folder: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """Load a sharded checkpoint, and return the rest of it."""
     store = CheckpointStore(sharded=True, asynchronous=False)
     return load(store, folder, module, optimizers, strict=strict, weights_only=weights_only)

@@ -33,7 +33,6 @@ def _scaler() -> torch.amp.GradScaler:
 
 
 def context_arguments(context: str) -> Arguments:
-    """Return the Trainer's arguments that a context is made of."""
     if context == "DDP":
         return {"strategy": "ddp_fork", "devices": 2}
     if context == "FSDP2":
@@ -45,8 +44,6 @@ def context_arguments(context: str) -> Arguments:
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature, and what it promises."""
-
     make: Callable[[str], Arguments]  # of the Trainer, by context
     outcome: str = "exact"  # in all contexts but those of ``other``
     # outcome and reason, by context; a refusal also has what its message says
@@ -54,7 +51,6 @@ class Feature:
     baseline: Callable[[str], Arguments] = lambda context: {}  # of the run that it is compared with
 
     def outcome_in(self, context: str) -> str:
-        """Return the cell of the table."""
         default = "untested" if context in (NO_GPU, "MPS") else self.outcome
         return self.other.get(context, (default,))[0]
 
@@ -199,7 +195,6 @@ FEATURES = {
 
 
 def as_markdown() -> str:
-    """Return the table, and the reasons under it by feature."""
     rows = [["Feature", *CONTEXTS], ["---"] * (len(CONTEXTS) + 1)]
     for name, feature in FEATURES.items():
         page = title(page_of(name)).removeprefix(HERE).replace("lightning_vram/", "../")

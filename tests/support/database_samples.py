@@ -60,7 +60,6 @@ def module_programs(part: int, num_parts: int) -> Iterator[Program]:
 
 
 def optimizer_infos() -> list[Any]:
-    """Return an ``OptimizerInfo`` for each class of ``torch.optim``."""
     with _flags_left_open():
         from torch.testing._internal.common_optimizers import optim_db
 

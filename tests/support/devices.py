@@ -15,7 +15,6 @@ ACCELERATOR = {"cuda": "gpu"}.get(DEVICE, DEVICE)  # Lightning's name
 
 
 def device_module() -> ModuleType:
-    """Return ``torch.cuda``, or what it is for this device."""
     return torch.get_device_module(DEVICE)
 
 

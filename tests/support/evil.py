@@ -5,8 +5,6 @@ from pathlib import Path
 
 
 class Evil:
-    """Makes an empty file when it is unpickled."""
-
     def __init__(self, mark: Path) -> None:
         self._mark = mark
 

@@ -150,8 +150,6 @@ class LateTiny(LitTiny):
 
 
 class TinyByteGPT(ByteGPT):
-    """The demo at toy size, with random bytes for data."""
-
     def __init__(self) -> None:
         super().__init__(num_layers=2, width=16, num_heads=2, sequence_length=16)
 
@@ -163,8 +161,6 @@ class TinyByteGPT(ByteGPT):
 
 
 class TinyDigitsResNet(DigitsResNet):
-    """The demo at toy size, with noise for data."""
-
     def __init__(self) -> None:
         super().__init__(blocks_per_stage=(2,), width=4)
 
@@ -244,7 +240,7 @@ def describe_module(module: nn.Module) -> list[tuple[str, type, frozenset[str], 
 
 
 class PlantedError(RuntimeError):
-    """Raised by tests, and by nothing else."""
+    pass
 
 
 def fail_in(model: pl.LightningModule, hook: str, trainer: pl.Trainer) -> None:
@@ -260,7 +256,6 @@ def fail_in(model: pl.LightningModule, hook: str, trainer: pl.Trainer) -> None:
 
 
 def write_files(root: Path, files: dict[str, str]) -> Path:
-    """Write files under ``root``, by their paths there."""
     for name, text in files.items():
         file = root / name
         file.parent.mkdir(parents=True, exist_ok=True)

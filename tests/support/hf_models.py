@@ -314,5 +314,4 @@ class ClassifiesImages(nn.Module):
 
 
 def timm_model(name: str) -> tuple[Callable[[], nn.Module], Callable[[int], Batch]]:
-    """Return what makes a model of ``timm`` and a batch of it."""
     return partial(ClassifiesImages, name), partial(images, pixels=TIMM[name].get("img_size", 64))

@@ -55,8 +55,6 @@ class Losses(Plain):
 
 
 class Outputs(Plain):
-    """A cache without a bound."""
-
     def __init__(self):
         super().__init__()
         self.cache = {}
@@ -67,8 +65,6 @@ class Outputs(Plain):
 
 
 class Metric(Plain):
-    """One that nobody resets."""
-
     def __init__(self):
         super().__init__()
         self.scores = torchmetrics.CatMetric()
@@ -79,8 +75,6 @@ class Metric(Plain):
 
 
 class MetricWithGraphs(Metric):
-    """One that gets what has a graph."""
-
     def training_step(self, batch, batch_idx):
         self.scores.update(self.hidden(batch).flatten())
         return self.loss(batch)
@@ -106,8 +100,6 @@ class Global(Plain):
 
 
 class Hook(Plain):
-    """Keeps what a layer returns, with its graph, in a closure."""
-
     def __init__(self):
         super().__init__()
         seen = []
@@ -140,8 +132,6 @@ class Ema(Plain):
 
 
 class Validation(Plain):
-    """Collects outputs and does not let them go."""
-
     def __init__(self):
         super().__init__()
         self.outputs = []
@@ -196,8 +186,6 @@ class Manual(Plain):
 
 
 class Keeper(pl.Callback):
-    """Keeps the batch's copy."""
-
     def __init__(self) -> None:
         self.batches = []
 

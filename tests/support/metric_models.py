@@ -114,8 +114,6 @@ LOGGED = ["auroc", "cat", "nested items", "detections"]
 
 
 class CatOfPredictions(CatMetric):
-    """Takes what the others take."""
-
     def update(self, preds: Tensor, target: Tensor) -> None:
         super().update(preds)
 
@@ -207,7 +205,6 @@ class LitMetrics(pl.LightningModule):
 
 
 def flat(values: Any) -> list[Tensor]:
-    """All tensors of nested values."""
     leaves = torch.utils._pytree.tree_leaves(values)
     return [leaf.cpu() for leaf in leaves if isinstance(leaf, Tensor)]
 

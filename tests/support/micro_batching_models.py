@@ -21,8 +21,6 @@ WIDTH = 16
 
 
 class NotesSizes(pl.Callback):
-    """Notes how many samples ran at once in each training batch."""
-
     def __init__(self, micro_batching: MicroBatching) -> None:
         self.sizes: list[int] = []
         self._micro_batching = micro_batching
@@ -127,7 +125,6 @@ class LitRegression(pl.LightningModule):
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A copy of it, of all ranks."""
     return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 

@@ -300,7 +300,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 
 def make_network(name: str) -> tuple[nn.Module, Tensor]:
-    """Return a network in training mode and its input."""
     torch.manual_seed(0)
     make, make_input = NETWORKS[name]
     network = make().train()

@@ -37,8 +37,6 @@ def adamw(parameters: object, lr: float = 1e-3) -> AdamW:
 
 
 class Fused(LitTiny):
-    """``LitTiny`` that notes what it has seen."""
-
     def __init__(self, net: TinyCNN | TinyGPT | None = None) -> None:
         super().__init__(TinyGPT() if net is None else net)
         self.seen: list[object] = []
@@ -48,8 +46,6 @@ class Fused(LitTiny):
 
 
 class FusedCNN(Fused):
-    """With batch norm, whose buffers are on the device."""
-
     def __init__(self) -> None:
         super().__init__(TinyCNN())
 

@@ -88,7 +88,6 @@ def shown(cell: str) -> str:
 
 
 def anchors_in(path: Path) -> set[str]:
-    """As GitHub makes them of headings."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.M), re.M)
     return {re.sub(r"[^\w\- ]", "", shown(heading).lower()).replace(" ", "-") for heading in headings}
 
@@ -99,7 +98,6 @@ def section(path: Path, heading: str) -> str:
 
 
 def rows_of(text: str) -> list[list[str]]:
-    """Rows of the first table, its heading first."""
     table = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert table is not None
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table[0].splitlines()]

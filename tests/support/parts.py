@@ -35,7 +35,6 @@ def snake_case(name: str) -> str:
 
 
 def net_for(name: str) -> TinyCNN | TinyGPT:
-    """Return a network that a part works with."""
     return TinyGPT() if name in NEEDS_HEAD else TinyCNN()
 
 

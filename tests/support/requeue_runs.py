@@ -56,7 +56,6 @@ class FakeSlurm:
         script.chmod(0o755)
 
     def take_away(self) -> None:
-        """There is no scontrol."""
         self._monkeypatch.setenv("PATH", str(self._folder))
         (self._folder / "scontrol").unlink()
 
@@ -196,7 +195,6 @@ class Fail(pl.Callback):
 
 
 def make_trainer(folder: Path, *callbacks: pl.Callback, **arguments: Any) -> pl.Trainer:
-    """Make a quiet trainer for two epochs that logs every step."""
     defaults = {
         **{"accelerator": "cpu", "devices": 1, "default_root_dir": folder, "logger": Rows()},
         **{"max_epochs": 2, "num_sanity_val_steps": 0, "log_every_n_steps": 1},

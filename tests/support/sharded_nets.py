@@ -73,7 +73,6 @@ def make(kind: Callable[[], nn.Module] = Net, seed: int = 0) -> Any:
 
 @contextmanager
 def sharded(net: nn.Module, mode: str = "params", **options: Any) -> Generator[FullSharding, None, None]:
-    """Shard ``net`` over all ranks for a while."""
     kind, given = MODES[mode]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     plan = plan_sharding_groups(net, min_params=100)
@@ -174,7 +173,6 @@ def _run_rank(rank: int, path: str, num_ranks: int, checks: tuple[Callable[..., 
 
 
 def on_ranks(path: Path, *checks: Callable[[], None], num_ranks: int = 2) -> None:
-    """Run ``checks`` one after the other on each of some forked ranks."""
     gc.collect()
     store = f"{path}/store-{os.urandom(4).hex()}"
     mp.start_processes(_run_rank, (store, num_ranks, checks), nprocs=num_ranks, start_method="fork")

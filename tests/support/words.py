@@ -48,14 +48,12 @@ _CODE = re.compile(r"^```.*?^```|``[^`]+``|`[^`\n]+`|\]\([^)]*\)|^ *>>>.*$", re.
 
 
 def terms_in(text: str) -> list[str]:
-    """Return what to rewrite in a text, code left out: the term as it stands, and the better one."""
     prose = _CODE.sub("`code`", text)
     found = [f"{match[0]!r} -> {better}" for term, better in _TERMS for match in term.finditer(prose)]
     return found + [f"{match[0].strip()!r} -> make the subject a noun" for match in _CLAUSE.finditer(prose)]
 
 
 def public_docstrings() -> Iterator[tuple[str, str]]:
-    """Yield the docstrings of public names, and of their public methods and properties."""
     for name in lightning_vram.__all__:
         thing = getattr(lightning_vram, name)
         yield name, inspect.getdoc(thing) or ""
