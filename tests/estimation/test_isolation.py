@@ -1,7 +1,6 @@
 """What an estimate leaves behind: nothing, whatever runs in it and however it ends."""
 
 import copy
-import functools
 import gc
 import logging
 import os
@@ -201,38 +200,6 @@ def test_no_cache_of_warnings_is_used_up(make_trainer, monkeypatch):
     texts = [str(one.message) for one in seen]
     assert texts.count("mine") == 1
     assert sum("`training_step` returned `None`" in text for text in texts) == 1
-
-
-def test_a_logger_that_warns_once_still_does(monkeypatch, caplog):
-    @functools.cache
-    def warning_once(self, message):
-        self.warning(message)
-
-    monkeypatch.setattr(logging.Logger, "warning_once", warning_once, raising=False)  # as transformers does
-    logger = logging.getLogger("mine")
-
-    class Says(LitTiny):
-        def training_step(self, batch, batch_idx):
-            logger.warning_once("mine")
-            return super().training_step(batch, batch_idx)
-
-    estimate(Says(TinyGPT()))
-    assert not caplog.records
-    logger.warning_once("mine")
-    assert [record.getMessage() for record in caplog.records] == ["mine"]
-
-
-def test_warnings_of_torchs_own_code_are_still_to_come():
-    states = []
-
-    class Looks(LitTiny):
-        def training_step(self, batch, batch_idx):
-            states.append(torch.is_warn_always_enabled())  # then nothing is noted as said
-            return super().training_step(batch, batch_idx)
-
-    estimate(Looks(TinyGPT()))
-    assert states == [True, True]
-    assert not torch.is_warn_always_enabled()
 
 
 @pytest.mark.slow

@@ -73,24 +73,6 @@ def test_a_law_that_a_trace_belies_gives_no_answer():
     assert find_limit(trace, peak_of, 3000, (8, 4), batch_of(8)) == Limit()
 
 
-def test_what_kernels_take_for_a_moment_follows_no_law_and_does_not_hinder_one():
-    def with_scratch(size, num_blocks):
-        run = batch_of(size)
-        timeline, first = run.timeline, len(run.timeline.allocations)
-        scratch = [Allocation("aten.sum (scratch)", "", Phase.FORWARD, Category.TEMPORARIES, "lazy:0")] * num_blocks
-        births = [MemoryEvent(first + number, 512, Phase.FORWARD) for number in range(num_blocks)]
-        deaths = [MemoryEvent(first + number, -512, Phase.FORWARD) for number in range(num_blocks)]
-        events = (*timeline.events[:2], *births, *deaths, *timeline.events[2:])
-        return TracedFit(
-            replace(timeline, allocations=(*timeline.allocations, *scratch), events=events), {"train": (0, len(events))}
-        )
-
-    law = SizeLaw({8: with_scratch(8, 2), 4: with_scratch(4, 0)})
-    assert law.predict(16).timeline.events == batch_of(16).timeline.events
-    law = SizeLaw({8: with_scratch(8, 1), 4: with_scratch(4, 1)})
-    assert law.predict(16).timeline == with_scratch(16, 1).timeline
-
-
 def refusing(takes, error=ValueError):
     """Traces of a model that takes some sizes."""
 

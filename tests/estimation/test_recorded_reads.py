@@ -230,16 +230,6 @@ def test_a_batch_without_values_gets_some():
     assert note_of(estimate_memory(Masked(), batch, device="rtx4090", find_limits=False))
 
 
-def test_tensors_of_subclasses_are_traced_as_plain_ones():
-    class Picture(Tensor):
-        """As torchvision's classes of tensors are made."""
-
-    run = FitRun({})
-    traced = trace_fit(Reading(lambda x: x.as_subclass(Picture)), rows(4), run)
-    assert not run.reads.is_recorded
-    assert traced.stage("train").peak_bytes == trace_fit(Reading(lambda x: x), rows(4), run).stage("train").peak_bytes
-
-
 def test_tensors_made_of_tensors_have_their_values_and_types():
     def ask(_: Tensor) -> None:
         made.extend(torch.tensor([torch.as_tensor(one), 2.5], dtype=dtype) for one in (1, 1.5, True) for dtype in TYPES)

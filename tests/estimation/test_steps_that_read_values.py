@@ -14,7 +14,7 @@ import scipy.optimize
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import assert_equal_weights
-from torch import Tensor, distributions, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.optim import Optimizer
@@ -81,20 +81,6 @@ class Program(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-
-class MaskedTokens(Program):
-    """Writes a learned vector where tokens are masked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask_token = nn.Parameter(torch.zeros(WIDTH))
-
-    def loss_of(self, x: Tensor, label: Tensor, target: Tensor, **_: Tensor) -> Tensor:
-        masked = target > 0.5
-        x = x.clone()
-        x[masked] = self.mask_token
-        return F.cross_entropy(self(x)[masked], label[masked])
 
 
 class MixtureOfExperts(nn.Module):
@@ -181,16 +167,6 @@ class HungarianMatching(Program):
         return torch.stack(losses).mean()
 
 
-class GaussianLikelihood(Program):
-    """Has a full covariance: its Cholesky decomposition is checked."""
-
-    def loss_of(self, x: Tensor, target: Tensor, **_: Tensor) -> Tensor:
-        factors = self(x)
-        covariance = factors @ factors.mT + torch.eye(LENGTH, device=x.device)
-        scale = torch.linalg.cholesky(covariance)
-        return -distributions.MultivariateNormal(target.new_zeros(LENGTH), scale_tril=scale).log_prob(target).mean()
-
-
 class SkippingGAN(Program):
     """Leaves its discriminator as it is while that one is ahead."""
 
@@ -237,10 +213,8 @@ PROGRAMS: dict[str, tuple[Callable[[], pl.LightningModule], Callable[..., Batch]
     "experts": (Experts, make_batch),
     "fixed point": (FixedPoint, make_batch),
     "gan": (SkippingGAN, make_batch),
-    "gaussian with cholesky": (GaussianLikelihood, make_batch),
     "graphs": (Graphs, make_graphs),
     "hungarian matching": (HungarianMatching, make_batch),
-    "masked tokens": (MaskedTokens, make_batch),
     "packed sequences": (PackedSequences, make_batch),
     "speech recognition": (SpeechRecognition, make_batch),
 }

@@ -69,6 +69,7 @@ def test_a_budget_may_be_a_share_or_all_of_the_device(budget, num_bytes):
         ({"budget": "much"}, ValueError, "plan_memory(budget)"),
         ({"budget": 0}, ValueError, "plan_memory(budget) must be above 0, got 0."),
         ({"budget": 20}, ValueError, "plan_memory(budget) has no unit, got 20: write '20GiB'."),
+        ({"host_memory": -1}, ValueError, "plan_memory(host_memory) must not be negative, got -1."),
         ({"host_memory": 64}, ValueError, "plan_memory(host_memory) has no unit, got 64: write '64GiB'"),
         ({"budget": 1.5}, ValueError, "plan_memory(budget) as a share of the device must be above 0 and at most 1"),
         ({"budget": [1]}, TypeError, "plan_memory(budget) must be 'auto', bytes, text such as '20GiB', or a share"),
