@@ -167,35 +167,6 @@ class HungarianMatching(Program):
         return torch.stack(losses).mean()
 
 
-class SkippingGAN(Program):
-    """Leaves its discriminator as it is while that one is ahead."""
-
-    num_outputs = WIDTH
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.judge = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 1))
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        generator, judge = self.optimizers()
-        made = self(batch["x"])
-        judged = F.softplus(-self.judge(batch["x"])).mean() + F.softplus(self.judge(made.detach())).mean()
-        if judged.item() > 1.1:
-            judge.zero_grad()
-            self.manual_backward(judged)
-            judge.step()
-        generator.zero_grad()
-        self.manual_backward(F.softplus(-self.judge(made)).mean())
-        generator.step()
-
-    def configure_optimizers(self) -> Any:
-        return [
-            torch.optim.Adam([*self.blocks.parameters(), *self.head.parameters()], lr=1e-4),
-            torch.optim.Adam(self.judge.parameters(), lr=1e-2),
-        ]
-
-
 class ClippedByHand(Program):
     def loss_of(self, x: Tensor, label: Tensor, **_: Tensor) -> Tensor:
         return F.cross_entropy(self(x).flatten(0, 1), label.flatten())
@@ -212,7 +183,6 @@ PROGRAMS: dict[str, tuple[Callable[[], pl.LightningModule], Callable[..., Batch]
     "clipped by hand": (ClippedByHand, make_batch),
     "experts": (Experts, make_batch),
     "fixed point": (FixedPoint, make_batch),
-    "gan": (SkippingGAN, make_batch),
     "graphs": (Graphs, make_graphs),
     "hungarian matching": (HungarianMatching, make_batch),
     "packed sequences": (PackedSequences, make_batch),
