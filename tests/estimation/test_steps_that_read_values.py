@@ -203,6 +203,7 @@ def test_the_estimate_is_near_real_steps(name):
     assert abs(estimate.peak_bytes - real_bytes) <= 0.001 * real_bytes
 
 
+@pytest.mark.filterwarnings("ignore:InPlaceFusion found nothing to save")  # a plan with checkpointed layers has it, too
 @pytest.mark.slow_except("speech recognition")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_auto_vram_keeps_half_of_the_memory_or_the_minimum_that_it_names(name, fit, monkeypatch):

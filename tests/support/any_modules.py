@@ -45,17 +45,6 @@ class Plain(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class Recurrent(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch)[0].square().mean()
-
-    validation_step = training_step
-
-
 class Adversarial(Plain):
     """A generator and a discriminator, stepped by hand, one frozen while the other learns."""
 
@@ -126,16 +115,6 @@ class Skipping(Plain):
         return None if batch_idx % 2 else super().training_step(batch, batch_idx)
 
 
-class Watched(Plain):
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", super().validation_step(batch, batch_idx))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), amsgrad=True)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
-
-
 class Nested(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(_rows_in(batch), batch_idx)
@@ -195,10 +174,6 @@ def _tied() -> pl.LightningModule:
     return LitTiny(net)
 
 
-def _sequences(size: int) -> Tensor:
-    return torch.randn(size, 12, WIDTH)
-
-
 Case = tuple[Callable[[], pl.LightningModule], Callable[[int], Any], dict[str, Any]]
 MODULES: dict[str, Case] = {
     "cnn": (lambda: LitTiny(TinyCNN()), images, {}),
@@ -206,12 +181,10 @@ MODULES: dict[str, Case] = {
     "tied": (_tied, tokens, {}),
     "late with hooks": (Late, rows, {}),
     "manual": (lambda: LitManual(TinyCNN()), images, {}),
-    "lstm": (Recurrent, _sequences, {}),
     "gan": (Adversarial, rows, {}),
     "metrics": (Metered, rows, {}),
     "sparse": (Sparse, lambda size: torch.randint(512, (size, 3)), {}),
     "skipping": (Skipping, rows, {}),
-    "watched": (Watched, rows, {}),
     "penalised": (Penalised, rows, {}),
     "list of samples": (Nested, lambda size: [{"rows": torch.randn(WIDTH), "id": i} for i in range(size)], {}),
     "batch encoding": (Nested, lambda size: BatchEncoding({"rows": rows(size)}), {}),
