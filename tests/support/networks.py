@@ -3,7 +3,7 @@
 Affine parameters of norms are random: at their initial values a recomputation that is merely close looks exact.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -79,41 +79,28 @@ class InvertedResidual(nn.Module):
         return x + self.layers(x) if self.has_shortcut else self.layers(x)
 
 
-def mobilenetv2() -> nn.Module:
-    layers, num_in = [*conv_norm(3, 32, 3, 2, 1, nn.ReLU6())], 32
-    settings = (
-        (1, 16, 1, 1),
-        (6, 24, 2, 2),
-        (6, 32, 3, 2),
-        (6, 64, 4, 2),
-        (6, 96, 3, 1),
-        (6, 160, 3, 2),
-        (6, 320, 1, 1),
-    )
-    for expansion, num_out, count, stride in settings:
-        for index in range(count):
-            layers.append(InvertedResidual(num_in, num_out, stride if index == 0 else 1, expansion))
-            num_in = num_out
-    return nn.Sequential(*layers, *conv_norm(320, 1280, 1, 1, 1, nn.ReLU6()), Head(1280))
-
-
-def efficientnet_b0() -> nn.Module:
-    layers, num_in = [*conv_norm(3, 32, 3, 2, 1, nn.SiLU())], 32
-    settings = (
-        (1, 16, 1, 1, 3),
-        (6, 24, 2, 2, 3),
-        (6, 40, 2, 2, 5),
-        (6, 80, 3, 2, 3),
-        (6, 112, 3, 1, 5),
-        (6, 192, 4, 2, 5),
-        (6, 320, 1, 1, 3),
-    )
+def _inverted_residuals(
+    settings: Iterable[tuple[int, int, int, int, int]], act: Callable[[], nn.Module], *, is_efficient: bool
+) -> nn.Module:
+    layers, num_in = [*conv_norm(3, 32, 3, 2, 1, act())], 32
     for expansion, num_out, count, stride, kernel in settings:
         for index in range(count):
             step = stride if index == 0 else 1
-            layers.append(InvertedResidual(num_in, num_out, step, expansion, kernel=kernel, is_efficient=True))
+            layers.append(InvertedResidual(num_in, num_out, step, expansion, kernel=kernel, is_efficient=is_efficient))
             num_in = num_out
-    return nn.Sequential(*layers, *conv_norm(320, 1280, 1, 1, 1, nn.SiLU()), Head(1280))
+    return nn.Sequential(*layers, *conv_norm(320, 1280, 1, 1, 1, act()), Head(1280))
+
+
+def mobilenetv2() -> nn.Module:
+    expansions, widths, counts = (1, 6, 6, 6, 6, 6, 6), (16, 24, 32, 64, 96, 160, 320), (1, 2, 3, 4, 3, 3, 1)
+    settings = zip(expansions, widths, counts, (1, 2, 2, 2, 1, 2, 1), (3,) * 7, strict=True)
+    return _inverted_residuals(settings, nn.ReLU6, is_efficient=False)
+
+
+def efficientnet_b0() -> nn.Module:
+    expansions, widths, counts = (1, 6, 6, 6, 6, 6, 6), (16, 24, 40, 80, 112, 192, 320), (1, 2, 2, 3, 3, 4, 1)
+    settings = zip(expansions, widths, counts, (1, 2, 2, 2, 1, 2, 1), (3, 3, 5, 3, 5, 5, 3), strict=True)
+    return _inverted_residuals(settings, nn.SiLU, is_efficient=True)
 
 
 class DenseLayer(nn.Module):
