@@ -141,6 +141,7 @@ def test_a_module_that_never_steps_is_refused(monkeypatch):
         lv.estimate_memory(Never(), torch.zeros(2, 2048), device="a10", find_limits=False)
 
 
+@pytest.mark.slow
 def test_weights_that_are_cast_again_are_so_in_checkpointed_layers_too():
     def estimate(**arguments):
         trainer = {

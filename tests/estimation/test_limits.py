@@ -188,6 +188,7 @@ def test_the_longest_sequence_ends_where_the_model_does(look, device, reason):
     assert estimate.batch_size_refusal == ""
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_of_windows_is_a_multiple_of_them():
     estimate = estimate_memory(Sequences(by_windows), a_batch(), device=TINY)
     plain = estimate_memory(Sequences(), a_batch(), device=TINY)

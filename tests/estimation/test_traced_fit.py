@@ -161,7 +161,6 @@ def _first_difference(expected: list[Any], found: list[Any]) -> str:
 
 @pytest.mark.slow_except(
     "gpt: fusion, compression, offload",
-    "gpt: chunked loss, optimizer in backward, low bits",
     "gpt: tiling, bf16, checkpointing",
     "players: ",
 )

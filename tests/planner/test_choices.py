@@ -62,7 +62,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick_sample(2)
+@pytest.mark.quick_sample(1)
 @pytest.mark.parametrize(
     ("case", "budget", "allow", "chosen", "note"),
     [
