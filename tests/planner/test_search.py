@@ -73,6 +73,10 @@ def found_for(budget, *, steps=None, **remedies) -> Found:
     return search(steps or Steps(), Workload(budget, BATCH_SIZE), chosen)
 
 
+def names(measured) -> list[str]:
+    return [part.name for part in measured.scheme.parts]
+
+
 def test_what_fits_is_left_as_it_is():
     steps = Steps()
     found = found_for(12 * GIB, steps=steps)
@@ -155,22 +159,22 @@ def test_what_is_free_is_enough_or_goes_with_everything_else():
     free = {"free": (EARLY_RELEASE,)}
     assert found_for(11 * GIB, steps=StepsWithFree(GIB), **free).best.scheme == Scheme((EARLY_RELEASE,))
     found = found_for(8 * GIB, steps=StepsWithFree(GIB), **free)
-    assert [part.name for part in found.best.scheme.parts] == ["EarlyRelease", "ActivationCheckpointing"]
+    assert names(found.best) == ["EarlyRelease", "ActivationCheckpointing"]
     assert 0.99 * 8 * GIB <= found.best.needed_bytes <= 8 * GIB
-    on_host = found_for(3 * GIB, steps=StepsWithFree(GIB), **free).best.scheme  # a strategy has gradients elsewhere
-    assert [part.name for part in on_host.parts] == ["FSDPOffloadStrategy", "ActivationCheckpointing"]
+    on_host = found_for(3 * GIB, steps=StepsWithFree(GIB), **free).best  # a strategy has gradients elsewhere
+    assert names(on_host) == ["FSDPOffloadStrategy", "ActivationCheckpointing"]
     both, steps = {"free": (EARLY_RELEASE, CHUNKED_LOSS)}, StepsWithFree(GIB)
     assert found_for(11 * GIB, steps=steps, **both).best.scheme == Scheme((EARLY_RELEASE,))
     assert steps.schemes == ["baseline", "EarlyRelease"]
     assert found_for(10 * GIB, steps=steps, **both).best.scheme == Scheme((EARLY_RELEASE, CHUNKED_LOSS))
-    on_host = found_for(2 * GIB, steps=steps, **both).best.scheme  # chunks stay
-    assert [part.name for part in on_host.parts] == ["ChunkedLoss", "FSDPOffloadStrategy", "ActivationCheckpointing"]
+    on_host = found_for(2 * GIB, steps=steps, **both).best  # chunks stay
+    assert names(on_host) == ["ChunkedLoss", "FSDPOffloadStrategy", "ActivationCheckpointing"]
 
 
 @pytest.mark.parametrize("steps", [StepsWithFree(0), StepsWithFree(GIB, refused=("EarlyRelease",))])
 def test_what_is_free_and_does_not_help_is_left_out(steps):
     best = found_for(8 * GIB, steps=steps, free=(EARLY_RELEASE,)).best
-    assert [part.name for part in best.scheme.parts] == ["ActivationCheckpointing"]
+    assert names(best) == ["ActivationCheckpointing"]
 
 
 class StepsInTiles(Steps):
@@ -194,40 +198,33 @@ class StepsInTiles(Steps):
         return replace(measured, needed_bytes=needed, activation_bytes=kept, time=time)
 
 
-PLAIN, CHECKPOINTED, TILED = Scheme(), Scheme((CHECKPOINTING,)), Scheme((CHECKPOINTING, TOKEN_TILING))
+LAYERS, TILES, TO_HOST = CHECKPOINTING.name, TOKEN_TILING.name, OFFLOAD.name
+BOTH = [LAYERS, TILES, TO_HOST]
 
 
 @pytest.mark.parametrize(
     ("budget", "remedies", "tried", "best"),
     [
-        (5 * GIB, {}, [PLAIN, CHECKPOINTED, CHECKPOINTED], CHECKPOINTED),
-        (4.8 * GIB, {"offloads": True}, [PLAIN, CHECKPOINTED, CHECKPOINTED + OFFLOAD, TILED], TILED),  # it is faster
-        (4.6 * GIB, {}, [PLAIN, CHECKPOINTED, TILED], TILED),
-        (
-            4.3 * GIB,
-            {"offloads": True},
-            [PLAIN, CHECKPOINTED, CHECKPOINTED + OFFLOAD, TILED, TILED + OFFLOAD],
-            TILED + OFFLOAD,
-        ),
-        (4.6 * GIB, {"checkpoints": False}, [PLAIN, Scheme((TOKEN_TILING,))], None),  # which the user has himself
+        (5 * GIB, {}, [[LAYERS], [LAYERS]], [LAYERS]),
+        (4.8 * GIB, {"offloads": True}, [[LAYERS], [LAYERS, TO_HOST], [LAYERS, TILES]], [LAYERS, TILES]),  # faster
+        (4.6 * GIB, {}, [[LAYERS], [LAYERS, TILES]], [LAYERS, TILES]),
+        (4.3 * GIB, {"offloads": True}, [[LAYERS], [LAYERS, TO_HOST], [LAYERS, TILES], BOTH], BOTH),
+        (4.6 * GIB, {"checkpoints": False}, [[TILES]], None),  # the user checkpoints layers himself
     ],
 )
 def test_mlps_run_in_tiles_where_layers_that_keep_nothing_are_too_large(budget, remedies, tried, best):
     found = found_for(int(budget), steps=StepsInTiles(), states=(Scheme(),), tiles=True, **remedies)
-    names = [[part.name for part in one.scheme.parts] for one in found.tried]
-    assert names == [[part.name for part in scheme.parts] for scheme in tried]
-    assert (found.best and [part.name for part in found.best.scheme.parts]) == (
-        best and [part.name for part in best.parts]
-    )
+    assert [names(one) for one in found.tried] == [[], *tried]
+    assert (found.best and names(found.best)) == best
 
 
 def test_tiles_go_with_parts_of_a_batch_and_are_asked_for_once_where_they_do_not_help():
     found = found_for(int(4.01 * GIB), steps=StepsInTiles(), states=(Scheme(),), tiles=True, cuts=True)
-    assert [part.name for part in found.best.scheme.parts] == [CHECKPOINTING.name, TOKEN_TILING.name, IN_PARTS.name]
+    assert names(found.best) == [LAYERS, TILES, IN_PARTS.name]
     assert found_for(GIB // 4, steps=StepsInTiles(), tiles=True).least.scheme == ON_HOST + CHECKPOINTING + TOKEN_TILING
     steps = StepsInTiles(tile_bytes=0)
     found_for(int(4.3 * GIB), steps=steps, states=(Scheme(), Scheme((IN_BACKWARD,))), tiles=True)
-    assert [scheme for scheme in steps.schemes if TOKEN_TILING.name in scheme] == [str(TILED)]
+    assert [scheme for scheme in steps.schemes if TILES in scheme] == [f"{LAYERS} + {TILES}"]
 
 
 def test_a_users_own_parts_are_kept():
