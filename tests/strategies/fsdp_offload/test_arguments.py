@@ -5,7 +5,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
@@ -26,11 +25,7 @@ WRONG = [
         ValueError,
         "(device_bytes=0) needs offload='params', got 'optimizer'.",
     ),
-    (
-        {"device_bytes": 1.5},
-        ValueError,
-        "(device_bytes) as a share must be from 0.0 to 1.0, got 1.5.",
-    ),
+    ({"device_bytes": 1.5}, ValueError, "(device_bytes) as a share must be from 0.0 to 1.0, got 1.5."),
     ({"device_bytes": -1}, ValueError, "(device_bytes) must not be negative, got -1."),
     (
         {"device_bytes": "all"},
@@ -42,11 +37,7 @@ WRONG = [
         TypeError,
         "(device_bytes) must be bytes as an int or text such as '24GiB', got True of type bool.",
     ),
-    (
-        {"host_state": "fp8"},
-        ValueError,
-        "(host_state) must be 'fp32', 'bf16', '8bit' or '4bit', got 'fp8'.",
-    ),
+    ({"host_state": "fp8"}, ValueError, "(host_state) must be 'fp32', 'bf16', '8bit' or '4bit', got 'fp8'."),
     (
         {"host_state": "8bit", "offload": "none"},
         ValueError,
@@ -62,11 +53,7 @@ WRONG = [
     ({"state_dict_type": "local"}, ValueError, "(state_dict_type) must be 'full' or 'sharded', got 'local'."),
     ({"min_params": 0}, ValueError, "(min_params) must be at least 1, got 0."),
     ({"cpu_threads": -1}, ValueError, "(cpu_threads) must be at least 1, got -1."),
-    (
-        {"data_parallel_replicate_size": 0},
-        ValueError,
-        "(data_parallel_replicate_size) must be at least 1, got 0.",
-    ),
+    ({"data_parallel_replicate_size": 0}, ValueError, "(data_parallel_replicate_size) must be at least 1, got 0."),
     (
         {"data_parallel_replicate_size": 2},
         ValueError,
@@ -112,11 +99,6 @@ def test_a_wrong_argument_is_refused_in_one_sentence(arguments, kind, message):
 def test_a_flag_is_true_or_false(flag):
     with pytest.raises(TypeError, match=rf"^FSDPOffloadStrategy\({flag}\) must be "):
         FSDPOffloadStrategy(**{flag: "yes"})
-
-
-@pytest.mark.parametrize("wrap", ["auto", ["Linear"], (nn.Linear, "Block"), lambda name, module: name == "head"])
-def test_layers_are_chosen_by_class_by_name_or_by_a_function(wrap):
-    assert FSDPOffloadStrategy(wrap=wrap).arguments.wrap is wrap
 
 
 def test_layers_stay_whole_after_the_forward_where_only_gradients_are_sharded():

@@ -31,12 +31,6 @@ AVERAGES: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def _alone():
-    yield
-    leave_group()
-
-
-@pytest.fixture(autouse=True)
 def _slow_path():
     """A plain run validates by other kernels of transformers, and rounds otherwise."""
     before = torch.backends.mha.get_fastpath_enabled()
@@ -65,19 +59,16 @@ class Mixed(Seeing, Odd):
 
 
 @pytest.fixture
-def fit(make_trainer, tmp_path):
-    def fit(make: Any, strategy: Any, average: Any, *, ckpt_path: Any = None, **options: Any) -> Any:
-        torch.manual_seed(0)
-        model, callback = make(), average()
-        given = {"max_epochs": 2, "limit_val_batches": 1, "num_sanity_val_steps": 1, **options}
-        trainer = make_trainer(strategy=strategy, callbacks=[callback], use_distributed_sampler=False, **given)
-        torch.manual_seed(1)
-        trainer.fit(model, ckpt_path=ckpt_path)
-        vars(model).update(average=average_of(callback), saved_by=trainer)  # as no part of the module
+def train(fit):
+    def train(make: Any, strategy: Any, average: Any, **options: Any) -> Any:
+        callback = average()
+        given = {"max_epochs": 2, "limit_val_batches": 1, "num_sanity_val_steps": 1, "use_distributed_sampler": False}
+        model = fit(make, callback, strategy=strategy, **{**given, **options})
+        vars(model).update(average=average_of(callback))  # as no part of the module
         leave_group()
         return model
 
-    return fit
+    return train
 
 
 def check_weights(ours: Any, plain: Any) -> None:
@@ -88,7 +79,7 @@ def check_weights(ours: Any, plain: Any) -> None:
 def check(ours: Any, plain: Any) -> None:
     check_weights(ours, plain)
     assert ours.seen == plain.seen
-    assert len(plain.seen) == 1 + plain.saved_by.current_epoch
+    assert len(plain.seen) == 1 + plain.trainer.current_epoch
     assert {type(p) for p in ours.average.parameters()} == {torch.nn.Parameter}
     assert not any(p.is_meta or p.numel() == 0 for p in ours.average.parameters())
 
@@ -97,36 +88,22 @@ def check(ours: Any, plain: Any) -> None:
 @pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("average", AVERAGES.values(), ids=AVERAGES)
 @pytest.mark.parametrize("make", [Net, Images, Mixed])
-def test_averages_are_those_of_a_plain_run(make, average, fit):
+def test_averages_are_those_of_a_plain_run(make, average, train):
     with late_threads():
-        ours = fit(make, ForkingOffload(), average)
-    check(ours, fit(make, "auto", average))
+        ours = train(make, ForkingOffload(), average)
+    check(ours, train(make, "auto", average))
 
 
 @pytest.mark.usefixtures("_small_parts")
 @pytest.mark.quick_sample(2)
-@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
-def test_wherever_the_shards_are(options, fit):
+@pytest.mark.parametrize("offload", MODES.values(), ids=MODES)
+def test_wherever_the_shards_are(offload, train):
     average = AVERAGES["EMA"]
-    check(fit(Mixed, ForkingOffload(**options), average), fit(Mixed, "auto", average))
-
-
-def test_with_states_on_a_disk(fit, tmp_path):
-    average = AVERAGES["EMA"]
-    check(fit(Net, ForkingOffload(nvme_path=tmp_path), average), fit(Net, "auto", average))
-
-
-@pytest.mark.usefixtures("_small_parts")
-@pytest.mark.quick_sample(2)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"offload": "optimizer"}, {"device_bytes": 0.3}, {"host_state": "bf16"}, {"host_state": "8bit"}],
-    ids=["params", "optimizer", "device_bytes", "bf16", "8bit"],
-)
-def test_of_weights_that_are_split_at_rest(options, fit):
-    given = {"precision": "bf16-mixed"}
-    split = fit(Net, ForkingOffload(master="split", **options), AVERAGES["EMA"], **given)
-    check(split, fit(Net, ForkingOffload(**options), AVERAGES["EMA"], **given))
+    check(train(Mixed, ForkingOffload(**offload), average), train(Mixed, "auto", average))
+    if offload.get("offload") != "none":
+        given = {"precision": "bf16-mixed"}
+        split = train(Net, ForkingOffload(master="split", **offload), average, **given)
+        check(split, train(Net, ForkingOffload(**offload), average, **given))
 
 
 class Writing(Net):
@@ -152,44 +129,10 @@ needs_dispatch = pytest.mark.skipif(not calls_derived_dispatch, reason="such wri
 
 
 @pytest.mark.parametrize("make", [Writing, pytest.param(WritingByOptimizer, marks=needs_dispatch)])
-def test_weights_that_are_written_by_hand_are_averaged_as_they_were(make, fit):
+def test_weights_that_are_written_by_hand_are_averaged_as_they_were(make, train):
     with late_threads():
-        ours = fit(make, ForkingOffload(), AVERAGES["EMA"])
-    check(ours, fit(make, "auto", AVERAGES["EMA"]))
-
-
-class Computing(Net):
-    """Lets its average move when the forward that follows is over."""
-
-    is_over = threading.Event()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.is_over.set()
-        return loss
-
-    def on_train_batch_end(self, *unused: Any) -> None:
-        if not self.trainer.is_last_batch:
-            self.is_over.clear()
-
-
-@needs_dispatch  # it waits there
-def test_the_next_forward_does_not_wait_for_an_average(fit):
-    def average(ours: torch.Tensor, theirs: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        assert Computing.is_over.wait(20)
-        return ours + (theirs - ours) * 0.5
-
-    fit(Computing, ForkingOffload(), partial(WeightAveraging, avg_fn=average), limit_val_batches=0)
-
-
-@pytest.mark.parametrize("options", [{"gradient_clip_val": 0.01}, {"accumulate_grad_batches": 2}])
-def test_however_the_optimizer_is_stepped(options, fit):
-    ours, plain = (fit(Net, strategy, WeightAveraging, **options) for strategy in (ForkingOffload(), "auto"))
-    if "gradient_clip_val" in options:  # the norm of shards is added up in another order
-        for one, other in zip(ours.average.parameters(), plain.average.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
-    else:
-        check(ours, plain)
+        ours = train(make, ForkingOffload(), AVERAGES["EMA"])
+    check(ours, train(make, "auto", AVERAGES["EMA"]))
 
 
 class Saving(Net):
@@ -201,45 +144,32 @@ class Saving(Net):
 
 
 KINDS: dict[str, Any] = {
-    "plain": "auto",
+    "plain": lambda: "auto",
     "full": lambda: ForkingOffload(),
     "sharded": lambda: ForkingOffload(state_dict_type="sharded"),
     "full, later": lambda: ForkingOffload(async_save=True),
 }
 
 
-def make(kind: str) -> Any:
-    return KINDS[kind] if isinstance(KINDS[kind], str) else KINDS[kind]()
-
-
 @pytest.mark.quick_sample(2)
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("full", "full"),
-        ("sharded", "sharded"),
-        ("full", "plain"),
-        ("plain", "full"),
-        ("full", "sharded"),
-        ("sharded", "full"),
-        ("full, later", "plain"),
-    ],
+    ("first", "second"), [("sharded", "full"), ("full", "plain"), ("plain", "sharded"), ("full, later", "full")]
 )
-def test_a_run_goes_on_from_its_checkpoint(first, second, fit, tmp_path):
-    average = AVERAGES["EMA"]
-    unbroken = fit(Saving, make(first), average, num_sanity_val_steps=0)
+def test_a_run_goes_on_from_its_checkpoint(first, second, train, tmp_path):
+    average, path = AVERAGES["EMA"], tmp_path / "first.ckpt"
+    unbroken = train(Saving, KINDS[first](), average, num_sanity_val_steps=0)
 
-    resumed = fit(Net, make(second), average, ckpt_path=tmp_path / "first.ckpt", num_sanity_val_steps=0)
+    resumed = train(Net, KINDS[second](), average, ckpt_path=path, num_sanity_val_steps=0)
 
     assert_equal_weights(resumed.average, unbroken.average)
     assert_equal_weights(resumed, unbroken)
     assert resumed.seen == unbroken.seen[1:]
 
 
-def test_a_full_checkpoint_is_that_of_a_plain_run(fit, tmp_path):
+def test_a_full_checkpoint_is_that_of_a_plain_run(train, tmp_path):
     files = []
     for kind in ("full", "plain"):
-        fit(Saving, make(kind), AVERAGES["EMA"])
+        train(Saving, KINDS[kind](), AVERAGES["EMA"])
         files.append(torch.load(tmp_path / "first.ckpt"))
     ours, plain = files
     assert ours.keys() == plain.keys()
@@ -259,24 +189,6 @@ class Counted(Net):
         self.num_bytes = sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parts}.values())
 
 
-def test_an_average_takes_four_bytes_for_each_weight(fit):
-    counted = fit(Counted, ForkingOffload(), EMAWeightAveraging)
-    assert counted.num_bytes == 4 * sum(p.numel() for p in counted.parameters())
-
-
-def test_a_run_after_the_fit_has_the_average(fit):
-    losses = []
-    for strategy in (ForkingOffload(), "auto"):
-        model = fit(Net, strategy, AVERAGES["EMA"])
-        model.seen.clear()
-        before = [p.detach().clone() for p in model.average.parameters()]
-        model.saved_by.validate(model, verbose=False)
-        leave_group()
-        assert all(map(torch.equal, model.average.parameters(), before))
-        losses.append(model.seen)
-    assert losses[0] == losses[1]
-
-
 class OnTwo(ForkingOffload):
     """Leaves in a file what a rank has when the fit is over: each has trained in a process of its own."""
 
@@ -292,12 +204,10 @@ class SavingCounted(Counted, Saving):
     pass
 
 
-@pytest.mark.quick_sample(1)
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_two_ranks_have_half_of_the_average_each(kind, fit, tmp_path):
+def test_two_ranks_have_half_of_the_average_each_and_four_bytes_for_each_weight(train, tmp_path):
     average = AVERAGES["EMA"]
-    fit(SavingCounted, OnTwo(state_dict_type=kind), average, devices=2, num_sanity_val_steps=0)
-    plain = fit(Net, "auto", average, num_sanity_val_steps=0)
+    train(SavingCounted, OnTwo(state_dict_type="sharded"), average, devices=2, num_sanity_val_steps=0)
+    plain = train(Net, "auto", average, num_sanity_val_steps=0)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     for key, expected in (("module", plain.state_dict()), ("average", plain.average.state_dict())):
         for name, value in expected.items():
@@ -305,7 +215,7 @@ def test_two_ranks_have_half_of_the_average_each(kind, fit, tmp_path):
             torch.testing.assert_close(ranks[0][key][name], value, rtol=1e-4, atol=1e-6)
     assert sum(rank["bytes"] for rank in ranks) == 4 * sum(p.numel() for p in plain.parameters())
 
-    resumed = fit(Net, ForkingOffload(), average, ckpt_path=tmp_path / "first.ckpt", num_sanity_val_steps=0)
+    resumed = train(Net, ForkingOffload(), average, ckpt_path=tmp_path / "first.ckpt", num_sanity_val_steps=0)
 
     for one, other in zip(resumed.average.parameters(), plain.average.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
@@ -331,15 +241,14 @@ def test_what_fails_leaves_a_whole_module(average, make_trainer):
     assert all(p.numel() and type(p) is torch.nn.Parameter for p in model.parameters())
 
 
-def test_a_checkpoint_without_an_average_is_where_one_begins(fit, make_trainer, tmp_path):
-    trainer = make_trainer(strategy=ForkingOffload(), max_epochs=1)
-    trainer.fit(Net())
-    trainer.save_checkpoint(tmp_path / "first.ckpt")
+def test_a_checkpoint_without_an_average_is_where_one_begins(train, fit, tmp_path):
+    path = tmp_path / "first.ckpt"
+    fit(Net, strategy=ForkingOffload()).trainer.save_checkpoint(path)
     leave_group()
     message = "The checkpoint has no averaged weights: WeightAveraging starts from its weights."
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
-        ours = fit(Net, ForkingOffload(), AVERAGES["EMA"], ckpt_path=tmp_path / "first.ckpt")
-    check_weights(ours, fit(Net, "auto", AVERAGES["EMA"], ckpt_path=tmp_path / "first.ckpt"))
+        ours = train(Net, ForkingOffload(), AVERAGES["EMA"], ckpt_path=path)
+    check_weights(ours, train(Net, "auto", AVERAGES["EMA"], ckpt_path=path))
 
 
 class Growing(Callback):
@@ -349,55 +258,36 @@ class Growing(Callback):
         pl_module.adapter = torch.nn.Linear(16, 16)
 
 
-def test_a_module_that_has_grown_since_it_was_copied_is_refused(make_trainer):
+def test_a_module_that_has_grown_since_it_was_copied_is_refused(fit):
     message = (
         "EMAWeightAveraging copied the module when it had 27 parameters; now it has 29. Put callbacks that "
         "change the module before it in Trainer(callbacks=...)."
     )
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
-        make_trainer(strategy=ForkingOffload(), callbacks=[EMAWeightAveraging(), Growing()]).fit(Net())
+        fit(Net, EMAWeightAveraging(), Growing(), strategy=ForkingOffload())
 
 
-def test_an_average_moves_in_the_thread_that_steps(fit):
+def test_an_average_moves_in_the_thread_that_steps(train):
     threads = set()
 
     def average(ours: torch.Tensor, theirs: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         threads.add(threading.current_thread().name)
         return ours + (theirs - ours) * 0.5
 
-    fit(Images, ForkingOffload(), partial(WeightAveraging, avg_fn=average))
+    train(Images, ForkingOffload(), partial(WeightAveraging, avg_fn=average))
     assert "stepping optimizers" in threads  # scalars and buffers move at once
-
-
-def test_a_second_fit_averages_anew(fit):
-    models = []
-    for strategy in (ForkingOffload(), "auto"):
-        model = fit(Net, strategy, AVERAGES["EMA"])
-        trainer = model.saved_by
-        trainer.fit_loop.max_epochs += 1
-        torch.manual_seed(2)
-        trainer.fit(model)
-        (callback,) = [one for one in trainer.callbacks if isinstance(one, WeightAveraging)]
-        vars(model)["average"] = average_of(callback)
-        leave_group()
-        models.append(model)
-    check_weights(*models)
 
 
 class Searched(Net):
     lr = 1e-3
 
 
-def test_a_search_for_the_learning_rate_goes_back_to_where_it_began(fit, make_trainer):
+def test_a_search_for_the_learning_rate_goes_back_to_where_it_began(fit):
     models = []
     for strategy in (ForkingOffload(), "auto"):
-        torch.manual_seed(0)
-        model, callback = Searched(), AVERAGES["EMA"]()
+        callback = AVERAGES["EMA"]()
         search = LearningRateFinder(num_training_steps=3, early_stop_threshold=None, update_attr=False)
-        trainer = make_trainer(strategy=strategy, callbacks=[callback, search], max_epochs=1, limit_val_batches=0)
-        torch.manual_seed(1)
-        trainer.fit(model)
-        vars(model)["average"] = average_of(callback)
+        models.append(fit(Searched, callback, search, strategy=strategy))
+        vars(models[-1])["average"] = average_of(callback)
         leave_group()
-        models.append(model)
     check_weights(*models)

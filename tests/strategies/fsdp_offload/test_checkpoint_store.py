@@ -1,8 +1,6 @@
 """Checkpoints of sharded runs: saved by some ranks, loaded by others, and the training goes on as if nothing was."""
 
-import os
 import pickle
-import signal
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +12,6 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from support.checkpoint_nets import load, make_adamw, make_net, run_ranks, train
 from torch import nn
-from torch.multiprocessing.spawn import ProcessExitedException
 from torch.optim import Optimizer
 
 from lightning_vram.core.ranks import CheckpointError
@@ -217,47 +214,6 @@ def test_the_strategy_tells_it_its_timeout(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checkpoints, "CheckpointStore", lambda **arguments: made.update(arguments))
     FSDPOffloadStrategy(timeout=12, async_save=True)._make_store(asynchronous=True)
     assert made["timeout"] == timedelta(seconds=12)
-
-
-def save_and_be_killed(folder: Path, sharded: bool, where: str) -> None:
-    net, store = make_net(), make_store(sharded)
-    optimizer = make_adamw(net)
-    train(net, optimizer, 3)
-    path = folder / where / "last.ckpt"
-    store.save(dump(net, optimizer, sharded), path)
-    loss = train(net, optimizer, 2, first=3)
-    torch.save(loss, folder / "loss.pt")
-    kill = lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-    patch = pytest.MonkeyPatch()
-    if where == "in the data":
-        patch.setattr(os, "fsync", kill)
-    elif where == "before publishing":
-        patch.setattr(sharded_folder, "publish", kill)
-    else:
-        rename = os.rename
-        patch.setattr(sharded_folder, "_exchange", lambda *paths: False)
-        patch.setattr(os, "rename", lambda *paths: (rename(*paths), kill() if paths[0] == path else None))
-    store.save(dump(net, optimizer, sharded), path)
-
-
-def load_what_is_left(folder: Path, sharded: bool, places: list[str]) -> None:
-    for where in places:
-        net, store = make_net(1), make_store(sharded)
-        optimizer, path = make_adamw(net), folder / where / "last.ckpt"
-        load(store, path, net, [optimizer])
-        assert train(net, optimizer, 2, first=3) == torch.load(folder / "loss.pt")
-        store.save(dump(net, optimizer, sharded), path)
-        assert list(path.parent.iterdir()) == [path]
-
-
-@pytest.mark.slow
-@KINDS
-def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(tmp_path: Path, sharded: bool):
-    places = ["in the data", "before publishing"] + ["between the renames"] * sharded
-    for where in places:
-        with pytest.raises(ProcessExitedException, match="SIGKILL"):
-            run_ranks(1, save_and_be_killed, tmp_path, sharded, where)
-    run_ranks(1, load_what_is_left, tmp_path, sharded, places)
 
 
 def test_a_full_checkpoint_without_optimizers_is_refused_for_training(one_rank: None, tmp_path: Path):

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support.helpers import ForkingOffload, LitTiny, TinyCNN, TinyGPT
-from support.offload_nets import Fused, leave_group
+from support.helpers import ForkingOffload, LitTiny, TinyGPT
+from support.offload_nets import Fused
 from torch import nn, optim
 
 from lightning_vram import LeanMixedPrecision
@@ -23,12 +23,6 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _alone():
-    yield
-    leave_group()
 
 
 def test_a_callback_that_copies_the_module_is_refused(make_trainer):
@@ -75,14 +69,6 @@ def test_other_precision_plugins_are_refused(plugin):
         r"', 'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true', or LeanMixedPrecision\.$",
     ):
         FSDPOffloadStrategy().precision_plugin = given
-
-
-@pytest.mark.quick_sample(2)
-@pytest.mark.parametrize("plugin", [Precision(), HalfPrecision("bf16-true"), DoublePrecision(), LeanMixedPrecision()])
-def test_precision_plugins_that_work_are_taken(plugin):
-    strategy = FSDPOffloadStrategy()
-    strategy.precision_plugin = plugin
-    assert strategy.precision_plugin is plugin
 
 
 def test_lightnings_mixed_precision_becomes_ours():
@@ -223,10 +209,6 @@ def test_weights_that_travel_as_float16_are_not_split():
     message = "S(master='split') needs precision='bf16-mixed' with narrow_transfers=True, got '16-mixed'."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         check_master("split", torch.float16, "16-mixed", "S")
-
-
-def test_cnn_is_not_refused(make_trainer):
-    make_trainer(strategy=ForkingOffload(), fast_dev_run=True).fit(Fused(TinyCNN()))
 
 
 def test_sparse_gradients_are_refused(make_trainer):

@@ -1,18 +1,12 @@
 """One plain file made of the folder of a sharded run: a Trainer on one device goes on from it."""
 
-from collections.abc import Callable
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoint_nets import load, make_adamw, make_net, make_sgd, run_ranks, train
-from support.helpers import LitTiny, TinyCNN, assert_equal_weights
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from support.checkpoint_nets import make_adamw, make_net, make_sgd, run_ranks, train
 
-from lightning_vram.techniques.sharded_checkpoints import CheckpointStore
 from lightning_vram.techniques.sharded_checkpoints.folder import consolidate, write_folder
 from lightning_vram.techniques.sharded_checkpoints.states import sharded_module_state, sharded_optimizer_state
 
@@ -74,37 +68,3 @@ def test_what_is_no_folder_is_not_consolidated(tmp_path: Path):
     with pytest.raises(FileNotFoundError) as caught:
         consolidate(tmp_path, tmp_path / "out")
     assert str(caught.value) == f"{tmp_path} is not a sharded checkpoint: a folder with .metadata and meta.pt."
-
-
-def test_a_trainer_a_sharded_run_and_a_trainer_take_turns(
-    mesh: DeviceMesh, make_trainer: Callable[..., pl.Trainer], tmp_path: Path
-):
-    def build() -> LitTiny:
-        pl.seed_everything(0, verbose=False)
-        return LitTiny(TinyCNN())
-
-    def fit(model: LitTiny, num_epochs: int, checkpoint: Path | None = None) -> pl.Trainer:
-        data = TinyCNN().samples(12)
-        torch.manual_seed(1)
-        trainer = make_trainer(max_epochs=num_epochs)
-        loader = torch.utils.data.DataLoader(data, batch_size=4)
-        trainer.fit(model, loader, ckpt_path=checkpoint)
-        return trainer
-
-    through, torch_data = build(), torch.random.get_rng_state()
-    fit(through, 2)
-    torch.random.set_rng_state(torch_data)
-    first = build()
-    fit(first, 1).save_checkpoint(tmp_path / "plain.ckpt")
-
-    sharded = build()
-    fully_shard(sharded, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    optimizer = sharded.configure_optimizers()
-    store = CheckpointStore(sharded=True, asynchronous=False)
-    rest = load(store, tmp_path / "plain.ckpt", sharded, [optimizer])
-    states = [sharded_optimizer_state(sharded, optimizer)]
-    store.save({**rest, "state_dict": sharded_module_state(sharded), "optimizer_states": states}, tmp_path / "folder")
-    consolidate(tmp_path / "folder", tmp_path / "again.ckpt")
-    last = build()
-    fit(last, 2, tmp_path / "again.ckpt")
-    assert_equal_weights(last, through)

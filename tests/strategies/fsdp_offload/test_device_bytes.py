@@ -2,35 +2,26 @@
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import ForkingOffload, assert_equal_weights
-from support.offload_nets import Odd, Split, leave_group
+from support.offload_nets import Split, leave_group
 
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
     pytest.mark.filterwarnings("ignore::UserWarning"),  # of Lightning, about folders that exist
 ]
-SHARES = (0.0, 0.1, 0.25, 0.5, 0.8, 1.0)
+SHARES = (0.0, 0.1, 0.25, 0.5, 1.0)
 FEW = (0.1, 0.5, 1.0)  # on the host and as a copy, as a copy and on the device, on the device
-STEPS = 6  # two epochs of three batches
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "clip": {"gradient_clip_val": 0.05},
     "accumulate": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2},
     "bf16": {"precision": "bf16-mixed", "gradient_clip_val": 0.05},
     "two ranks": {"devices": 2, "gradient_clip_val": 0.05},
 }
-
-
-@pytest.fixture(autouse=True)
-def _alone():
-    yield
-    leave_group()
 
 
 class Noting(Split):
@@ -45,20 +36,17 @@ class Noting(Split):
 
 
 @pytest.fixture
-def train(make_trainer):
-    def train(device_bytes=None, *, make=Noting, ckpt_path=None, **arguments):
-        pl.seed_everything(0, verbose=False)
-        model = make()
-        options = {"max_epochs": 2, "devices": 1, "limit_val_batches": 0, "use_distributed_sampler": False}
-        trainer = make_trainer(strategy=ForkingOffload(device_bytes=device_bytes), **{**options, **arguments})
-        trainer.fit(model, ckpt_path=ckpt_path)
+def train(fit):
+    def train(device_bytes=None, *callbacks, make=Noting, offload=None, **options):
+        given = {"max_epochs": 2, "devices": 1, "use_distributed_sampler": False, **options}
+        model = fit(make, *callbacks, strategy=ForkingOffload(device_bytes=device_bytes, **(offload or {})), **given)
         leave_group()
         return model
 
     return train
 
 
-@pytest.mark.slow_except("bf16")
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_share_of_the_device_gives_the_same_bits(variant, train):
     options = VARIANTS[variant]
@@ -72,24 +60,16 @@ def test_any_share_of_the_device_gives_the_same_bits(variant, train):
         assert set(found[0]) == {"host"}
         assert {"host"} < set(found[1])  # what is left after the copies that fit may hold a small group
         assert set(found[2]) == {"copy"}
-        assert set(found[3]) == set(found[4]) == {"copy", "device"}
-        assert set(found[5]) == {"device"}
-
-
-@pytest.mark.slow
-def test_scalars_and_frozen_layers_and_what_is_never_used(train):
-    expected = train(None, make=Odd)
-    for share in FEW:
-        assert_equal_weights(train(share, make=Odd), expected)
+        assert set(found[3]) == {"copy", "device"}
+        assert set(found[4]) == {"device"}
 
 
 @pytest.mark.quick_sample(1)
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [(None, 0.5), (0.5, None), (0.5, 1.0), (1.0, 0.1)])
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(None, 0.5), (0.5, None), (1.0, 0.1)])
 def test_a_checkpoint_goes_on_with_another_share(saved_by, loaded_by, train, tmp_path):
-    expected = train(None)
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    train(saved_by, max_steps=4, enable_checkpointing=True, callbacks=[saver])
-    assert_equal_weights(train(loaded_by, ckpt_path=tmp_path / "step=3.ckpt"), expected)
+    train(saved_by, saver, max_steps=4, enable_checkpointing=True)
+    assert_equal_weights(train(loaded_by, ckpt_path=tmp_path / "step=3.ckpt"), train(None))
 
 
 class Unnamed(Noting):
@@ -99,41 +79,27 @@ class Unnamed(Noting):
         return torch.optim.AdamW(self.parameters(), 1e-3, eps=1e-5)
 
 
-@pytest.mark.slow
 def test_the_kernel_that_nobody_names_is_the_same_everywhere(train):
-    expected = train(None, make=Unnamed)
-    for share in (0.5, 1.0):
-        assert_equal_weights(train(share, make=Unnamed), expected)
+    assert_equal_weights(train(0.5, make=Unnamed), train(None, make=Unnamed))
 
 
-def test_states_on_a_disk_are_those_of_what_is_on_the_host(make_trainer, tmp_path):
-    def run(**arguments):
-        pl.seed_everything(0, verbose=False)
-        model = Noting()
-        strategy = ForkingOffload(**arguments)
-        make_trainer(strategy=strategy, devices=1, max_epochs=2, limit_val_batches=0).fit(model)
-        leave_group()
-        return model
-
-    ours = run(nvme_path=tmp_path, device_bytes=0.5)
+def test_states_on_a_disk_are_those_of_what_is_on_the_host(train, tmp_path):
+    ours = train(0.5, offload={"nvme_path": tmp_path})
     assert set(ours.places) == {"copy", "device"}
-    assert_equal_weights(ours, run())
+    assert_equal_weights(ours, train(None))
 
 
-@pytest.mark.quick_sample(1)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_sizes_are_bytes(precision, train):
+def test_sizes_are_bytes(train):
     num_bytes = 16 * sum(parameter.numel() for parameter in Noting().parameters())
-    assert set(train(num_bytes, precision=precision).places) == {"device"}
-    assert set(train(num_bytes - 1, precision=precision).places) == {"copy", "device"}
+    assert set(train(num_bytes).places) == {"device"}
+    assert set(train(num_bytes - 1).places) == {"copy", "device"}
     assert "host" in train(f"{num_bytes // 16} B").places
 
 
 def test_what_a_host_has_left_is_not_measured(train):
     message = (
-        r"^FSDPOffloadStrategy\(device_bytes='auto'\) measures free device memory, and cpu has no allocator "
-        r"statistics\. Give bytes, such as device_bytes='8GiB', or a share of the model state, such as "
-        r"0\.5\.$"
+        r"^ForkingOffload\(device_bytes='auto'\) measures free device memory, and cpu has no allocator statistics\. "
+        r"Give bytes, such as device_bytes='8GiB', or a share of the model state, such as 0\.5\.$"
     )
-    with pytest.raises(MisconfigurationException, match=message.replace("FSDPOffloadStrategy", "ForkingOffload")):
+    with pytest.raises(MisconfigurationException, match=message):
         train("auto")

@@ -1,13 +1,9 @@
 """The process group: made once, gone at exit, and made again after a restart."""
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -116,54 +112,3 @@ def sum_ranks(rank: int, port: int) -> None:
 @pytest.mark.distributed
 def test_two_ranks_meet(port: int):
     mp.start_processes(sum_ranks, (port,), nprocs=2, start_method="fork")
-
-
-# Rank 1 is killed in the first attempt. No rank destroys the group: that is left to the exit.
-RESTARTED = """
-import os, pathlib, signal, sys
-from datetime import timedelta
-
-import torch
-import torch.distributed as dist
-
-attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
-if attempt == "0":
-    dist.init_process_group("gloo")
-    dist.barrier()
-    if rank == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
-
-from lightning_vram.strategies.fsdp_offload.base import connect
-
-connect(TorchElasticEnvironment(), "gloo", timeout=timedelta(seconds=60), device=torch.device("cpu"))
-dist.barrier()
-pathlib.Path(sys.argv[1], attempt + rank).touch()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_torchrun_goes_on_at_the_first_restart(tmp_path: Path):
-    script, done = tmp_path / "train.py", tmp_path / "done"
-    script.write_text(RESTARTED)
-    done.mkdir()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = subprocess.Popen(
-        [*torchrun, "--max-restarts=2", str(script), str(done)],
-        env=os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = run.communicate(timeout=120)
-    finally:
-        if run.poll() is None:
-            os.killpg(run.pid, signal.SIGKILL)
-    assert run.returncode == 0, output
-    assert sorted(file.name for file in done.iterdir()) == ["10", "11"], output
-    assert "terminate called" not in output

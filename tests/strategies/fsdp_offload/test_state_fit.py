@@ -88,25 +88,6 @@ def test_names_of_compiled_layers_and_of_states_in_another_order_fit():
     assert turned.param_groups[0]["param_names"] == ["1.weight", "0.weight"]
 
 
-def test_a_state_of_another_shape_is_refused():
-    module, optimizer, state = make_states()
-    state["state"][0]["exp_avg"] = torch.zeros(3)
-    assert refusal(module, optimizer, state) == (
-        f"The checkpoint's exp_avg of 0.weight in optimizer 0 has shape [3], the parameter [3, 4]. {WAY_OUT}"
-    )
-
-
-def test_an_optimizer_that_nobody_has_read_may_keep_what_it_likes():
-    class Own(Optimizer):
-        def step(self, closure: Any = None) -> None:
-            for parameter in self.param_groups[0]["params"]:
-                self.state[parameter]["rows"] = parameter.sum(0)
-
-    _, optimizer, state = make_states(lambda parameters: Own(parameters, {}))
-    assert state["state"][0]["rows"].shape == (4,)
-    assert not is_elementwise(type(optimizer))
-
-
 @pytest.mark.parametrize("sharded", [False, True], ids=["full", "sharded"])
 def test_nothing_is_loaded_if_one_optimizer_does_not_fit(one_rank: None, tmp_path: Path, sharded: bool):
     net = make_net()

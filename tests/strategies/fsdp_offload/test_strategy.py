@@ -4,12 +4,11 @@ import gc
 from contextlib import nullcontext
 from weakref import ref
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from support.helpers import ForkingOffload, PlantedError, assert_equal_weights, describe_module, fail_in
-from support.offload_nets import GAN, MODES, Fused, FusedCNN, Odd, Split, adamw, leave_group
+from support.helpers import ForkingOffload, PlantedError, describe_module
+from support.offload_nets import GAN, MODES, Fused, FusedCNN, Odd, Split, adamw
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -20,43 +19,6 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _alone():
-    yield
-    leave_group()
-
-
-@pytest.fixture
-def run(make_trainer):
-    def run(make, strategy=None, calls=("fit",), **arguments):
-        """Train from scratch; returns the model and its trainer."""
-        pl.seed_everything(0, verbose=False)
-        model = make()
-        trainer = make_trainer(strategy=strategy or "auto", devices=1, **{"max_epochs": 1, **arguments})
-        before, parameters = describe_module(model), list(model.parameters())
-        for call in calls:
-            getattr(trainer, call)(model)
-        if strategy is not None:
-            assert describe_module(model) == before
-            assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
-        return model
-
-    return run
-
-
-@pytest.fixture
-def check(run):
-    def check(make, calls=("fit",), modes=("params", "none"), **arguments):
-        """Train plain and sharded, and compare everything."""
-        plain = run(make, None, calls, **arguments)
-        for mode in modes:
-            ours = run(make, ForkingOffload(**MODES[mode]), calls, **arguments)
-            assert_equal_weights(ours, plain)
-            assert ours.seen == plain.seen
-
-    return check
 
 
 class Accumulating(Fused):
@@ -71,23 +33,6 @@ class Accumulating(Fused):
             self.clip_gradients(optimizer, gradient_clip_val=0.05)
             optimizer.step()
             optimizer.zero_grad()
-
-
-class Repeating(Accumulating):
-    """Several steps in a training step, each on what the one before has written."""
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        for _ in range(2):
-            loss = self.loss(batch)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            self.seen.append(loss.item())
-
-
-class ByValue(GAN):
-    algorithm = "value"
 
 
 class Freezing(GAN):
@@ -111,40 +56,18 @@ class Freezing(GAN):
         critic.zero_grad()
 
 
-@pytest.mark.parametrize("make", [GAN, Freezing])
-def test_two_optimizers_of_manual_optimization(make, check):
-    check(make, modes=MODES, limit_val_batches=0)
-
-
-@pytest.mark.quick_sample(2)
-@pytest.mark.parametrize("make", [ByValue, Accumulating, Repeating])
-def test_manual_optimization(make, check):
-    check(make, modes=("params", "all in the root"), limit_val_batches=0)
+@pytest.mark.quick_sample(4)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", [GAN, Freezing, Accumulating])
+def test_manual_optimization(make, mode, same_in_modes):
+    same_in_modes(make, (mode,))
 
 
 class Scheduled(Fused):
-    interval = "epoch"
-
     def configure_optimizers(self):
         optimizer = adamw(self.parameters())
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        return [optimizer], [{"scheduler": schedule, "interval": self.interval}]
-
-
-class ScheduledBySteps(Scheduled):
-    interval = "step"
-
-
-class OnPlateau(Fused):
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.log("loss", loss, sync_dist=True)
-        return loss
-
-    def configure_optimizers(self):
-        optimizer = adamw(self.parameters())
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=9, threshold_mode="abs")
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 class Groups(Fused):
@@ -156,26 +79,9 @@ class Groups(Fused):
         return adamw([{"params": matrices, "weight_decay": 0.1, "lr": 3e-3}, {"params": vectors, "weight_decay": 0.0}])
 
 
-class Warmup(Fused):
-    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * (1 + self.trainer.global_step)
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-
-
-class Skipping(Fused):
-    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
-        if batch_idx % 2:
-            optimizer_closure()
-            self.seen.append(self.net.head.weight.grad.norm().item())
-        else:
-            optimizer.step(closure=optimizer_closure)
-
-
-@pytest.mark.quick_sample(2)
-@pytest.mark.parametrize("make", [Scheduled, ScheduledBySteps, OnPlateau, Groups, Warmup, Skipping])
-def test_optimizers_and_schedules(make, check):
-    check(make, modes=("params",), max_epochs=3, limit_val_batches=0)
+@pytest.mark.parametrize("make", [Scheduled, Groups])
+def test_optimizers_and_schedules(make, same_in_modes):
+    same_in_modes(make, max_epochs=2)
 
 
 class Seldom(Fused):
@@ -193,55 +99,33 @@ class InPlace(Fused):
         return F.cross_entropy(logits.flatten(0, -2), batch[1].flatten())
 
 
-@pytest.mark.quick_sample(2)
+@pytest.mark.quick_sample(4)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [Odd, FusedCNN, InPlace])
-def test_parameters_and_layers_of_all_kinds(make, check):
-    check(make, modes=MODES)
-
-
-@pytest.mark.quick_sample(2)
-@pytest.mark.parametrize("make", [Odd, FusedCNN])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
-        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
-    ],
-    ids=["accumulation and clipping", "clipping by value"],
-)
-def test_accumulation_and_clipping(make, arguments, check):
-    check(make, modes=("params", "optimizer"), **arguments)
+def test_parameters_and_layers_of_all_kinds(make, mode, same_in_modes):
+    same_in_modes(make, (mode,))
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize("accumulate_grad_batches", [1, 2])
-def test_a_training_step_that_returns_nothing(accumulate_grad_batches, check):
-    check(Seldom, accumulate_grad_batches=accumulate_grad_batches)
-
-
-@pytest.mark.quick_sample(2)
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
-def test_precisions(precision, check):
-    check(Odd, modes=("params", "optimizer"), precision=precision)
-    check(FusedCNN, modes=("params",), precision=precision)
-
-
-def test_anomaly_detection_and_one_batch_again_and_again(check):
-    check(Fused, modes=("params",), limit_train_batches=2, limit_val_batches=0, detect_anomaly=True)
-    check(Fused, modes=("params",), overfit_batches=1)
-
-
-@pytest.mark.parametrize("arguments", [{}, {"val_check_interval": 1, "accumulate_grad_batches": 2}])
-def test_validation_and_sanity_checks_within_a_fit(arguments, check):
-    check(Fused, num_sanity_val_steps=1, **arguments)
-
-
-@pytest.mark.quick_sample(2)
+@pytest.mark.quick_sample(3)
 @pytest.mark.parametrize(
-    "calls", [("validate",), ("test",), ("predict",), ("fit", "fit"), ("validate", "fit", "test", "predict", "fit")]
+    ("make", "options"),
+    [
+        (Odd, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+        (Odd, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
+        (Seldom, {"accumulate_grad_batches": 2}),
+        (Odd, {"precision": "bf16-mixed"}),
+        (Odd, {"precision": "64-true"}),
+        (Fused, {"limit_val_batches": 1, "num_sanity_val_steps": 1, "val_check_interval": 1}),
+    ],
 )
-def test_calls_of_the_trainer(calls, check):
-    check(FusedCNN, calls, max_epochs=1)
+def test_options_of_the_trainer(make, options, same_in_modes):
+    same_in_modes(make, ("params", "optimizer"), **options)
+
+
+def test_calls_of_the_trainer(same_in_modes):
+    calls = ("validate", "fit", "test", "predict", "fit")
+    same_in_modes(FusedCNN, ("params", "none"), calls=calls, limit_val_batches=1)
 
 
 def test_predictions_are_those_of_a_plain_run(make_trainer):
@@ -263,74 +147,43 @@ class Compiled(Fused):
         self.net.blocks[1] = torch.compile(self.net.blocks[1], backend="aot_eager")
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # dynamo's
-def test_compiled_layers(check):
-    check(Compiled, modes=("params",), limit_val_batches=0)
-
-
-class OnTwoRanks(Split):
-    def on_train_start(self):
-        assert self.trainer.world_size == 1 or isinstance(self.net.blocks[0].linear1.weight, DTensor)
-
-
 class GANOnTwoRanks(GAN):
     def training_step(self, batch, batch_idx):
         super().training_step([part[self.trainer.global_rank :: self.trainer.world_size] for part in batch], batch_idx)
 
 
-@pytest.mark.parametrize("make", [OnTwoRanks, GANOnTwoRanks])
-def test_two_ranks_train_as_one_does(make, run, make_trainer):
-    plain = run(make, limit_val_batches=0)
-    pl.seed_everything(0, verbose=False)
-    ours = make()
-    arguments = {"max_epochs": 1, "limit_val_batches": 0, "use_distributed_sampler": False}
-    make_trainer(strategy=ForkingOffload(), devices=2, **arguments).fit(ours)
-    for name, parameter in ours.named_parameters():
-        assert torch.allclose(parameter, plain.get_parameter(name), rtol=0, atol=1e-6), name
+class Spread(Split):
+    def on_train_start(self):
+        assert self.trainer.world_size == 1 or isinstance(self.net.blocks[0].linear1.weight, DTensor)
 
 
-def test_replicas_of_shards_train_as_one_rank_does(run, make_trainer):
-    plain = run(Split, limit_val_batches=0)
-    pl.seed_everything(0, verbose=False)
-    ours = Split()
-    strategy = ForkingOffload(shard="hybrid", data_parallel_replicate_size=2)
-    arguments = {"max_epochs": 1, "limit_val_batches": 0, "use_distributed_sampler": False}
-    make_trainer(strategy=strategy, devices=4, **arguments).fit(ours)
-    for name, parameter in ours.named_parameters():
-        assert torch.allclose(parameter, plain.get_parameter(name), rtol=0, atol=1e-6), name
+@pytest.mark.parametrize(
+    ("make", "devices", "arguments"),
+    [(GANOnTwoRanks, 2, {}), (Spread, 4, {"shard": "hybrid", "data_parallel_replicate_size": 2})],
+    ids=["two ranks", "replicas of shards"],
+)
+def test_several_ranks_train_as_one_does(make, devices, arguments, same_as_baseline):
+    options = {"devices": devices, "use_distributed_sampler": False}
+    same_as_baseline(make, tolerance=1e-6, baseline={"devices": 1}, strategy=ForkingOffload(**arguments), **options)
 
 
-@pytest.mark.quick_sample(2)
+@pytest.mark.quick_sample(3)
+@pytest.mark.parametrize("error", [PlantedError, KeyboardInterrupt])
 @pytest.mark.parametrize("hook", ["configure_optimizers", "on_train_start", "training_step", "on_train_batch_end"])
-def test_a_fit_that_fails_leaves_a_plain_module(hook, make_trainer):
+def test_a_fit_that_ends_early_leaves_a_plain_module(hook, error, make_trainer):
     model = FusedCNN()
     before = describe_module(model)
-    fail_in(model, hook, make_trainer(strategy=ForkingOffload()))
+
+    def fail(*_):
+        raise error
+
+    setattr(model, hook, fail)
+    with pytest.raises((PlantedError, KeyboardInterrupt, SystemExit)):
+        make_trainer(strategy=ForkingOffload()).fit(model)
+    delattr(model, hook)
     assert describe_module(model) == before
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     make_trainer(strategy=ForkingOffload()).fit(model)
-
-
-class Interrupted(Fused):
-    def on_train_batch_end(self, *unused):
-        raise KeyboardInterrupt
-
-
-def test_a_fit_that_is_interrupted_leaves_a_plain_module(make_trainer):
-    model = Interrupted()
-    before = describe_module(model)
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        make_trainer(strategy=ForkingOffload()).fit(model)
-    assert describe_module(model) == before
-    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def test_planted_errors_are_not_swallowed(make_trainer):
-    model = Fused()
-    model.backward = lambda loss: (_ for _ in ()).throw(PlantedError)
-    with pytest.raises(PlantedError):
-        make_trainer(strategy=ForkingOffload()).fit(model)
 
 
 class Keeping(Fused):
@@ -401,8 +254,8 @@ class MadeBefore(Fused):
 
 @pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("make", [Reentrant, Marked, MadeBefore])
-def test_what_was_made_before_sharding_counts(make, check):
-    check(make, modes=("params", "none"), limit_val_batches=0)
+def test_what_was_made_before_sharding_counts(make, same_in_modes):
+    same_in_modes(make, ("params", "none"))
 
 
 class Listed(Fused):

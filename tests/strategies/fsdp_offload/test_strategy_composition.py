@@ -3,8 +3,8 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-from support.helpers import ForkingOffload, assert_equal_weights, describe_module
-from support.offload_nets import GAN, MODES, Fused, FusedCNN, Split, leave_group
+from support.helpers import ForkingOffload
+from support.offload_nets import GAN, Fused, FusedCNN, Split
 from support.parts import CALLBACKS as ALL_CALLBACKS
 from support.parts import CHANGES_TRAINING, NEEDS_HEAD, from_config
 
@@ -26,32 +26,6 @@ READS_WEIGHTS = {"TokenTiling", "ChunkedLoss"}  # of tiled modules and of the he
 CALLBACKS = [name for name in ALL_CALLBACKS if name not in REFUSED]
 
 
-@pytest.fixture(autouse=True)
-def _alone():
-    yield
-    leave_group()
-
-
-@pytest.fixture
-def check(make_trainer):
-    def check(make, make_arguments=dict, modes=("params",), **arguments):
-        """Train with parts plain and sharded; each run has its own parts."""
-        fitted = []
-        for mode in (None, *modes):
-            parts = make_arguments()
-            pl.seed_everything(0, verbose=False)
-            model = make()
-            before = describe_module(model)
-            strategy = "auto" if mode is None else ForkingOffload(**MODES[mode])
-            make_trainer(strategy=strategy, **{"max_epochs": 1, **arguments}, **parts).fit(model)
-            assert describe_module(model) == before
-            fitted.append(model)
-        for ours in fitted[1:]:
-            assert_equal_weights(ours, fitted[0])
-
-    return check
-
-
 @pytest.mark.slow_except(
     "Fused-ActivationCheckpointing",
     "Fused-ActivationOffload",
@@ -61,20 +35,11 @@ def check(make_trainer):
 )
 @pytest.mark.parametrize("name", CALLBACKS)
 @pytest.mark.parametrize("make", [Fused, FusedCNN])
-def test_callbacks(name, make, check):
+def test_callbacks(name, make, same_in_modes):
     if name in NEEDS_HEAD and make is FusedCNN:
         pytest.skip("no head")
-    check(make, lambda: {"callbacks": [from_config(name)]}, modes=("params", "none"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CALLBACKS)
-def test_callbacks_with_accumulation_clipping_and_autocast(name, check):
-    arguments = {} if name in CHANGES_TRAINING else {"accumulate_grad_batches": 2}
-    parts = lambda: {"callbacks": [from_config(name)]}  # noqa: E731
-    if name not in NEEDS_HEAD:
-        check(FusedCNN, parts, modes=("optimizer",), precision="bf16-mixed", **arguments)
-    check(Fused, parts, gradient_clip_val=0.1, **arguments)
+    options = {} if name in CHANGES_TRAINING else {"accumulate_grad_batches": 2}
+    same_in_modes(make, ("params", "none"), parts=lambda: {"callbacks": [from_config(name)]}, **options)
 
 
 class NarrowWeights(pl.Callback):
@@ -82,92 +47,62 @@ class NarrowWeights(pl.Callback):
 
     def on_train_end(self, trainer, module):
         flat_shards = [flat_shard for group in trainer.strategy._sharding.groups for flat_shard in group.flat_shards]
-        self.names = {
-            p.name
-            for flat_shard in flat_shards
-            if flat_shard.transfer_dtype == torch.bfloat16
-            for p in flat_shard.parameters
-        }
+        narrow = [flat_shard for flat_shard in flat_shards if flat_shard.transfer_dtype == torch.bfloat16]
+        self.names = {parameter.name for flat_shard in narrow for parameter in flat_shard.parameters}
 
 
 @pytest.mark.slow_except("ActivationCheckpointing")
 @pytest.mark.parametrize("name", [name for name in CALLBACKS if name not in READS_WEIGHTS])
-def test_callbacks_leave_transfers_in_16_bits(name, make_trainer):
+def test_callbacks_leave_transfers_in_16_bits(name, fit):
     found = []
     for callbacks in ([], [from_config(name)]):
-        pl.seed_everything(0, verbose=False)
         narrow = NarrowWeights()
-        strategy, callbacks = ForkingOffload(min_params=100), [narrow, *callbacks]
-        make_trainer(strategy=strategy, callbacks=callbacks, precision="bf16-mixed", max_epochs=1).fit(Fused())
+        fit(Fused, narrow, *callbacks, strategy=ForkingOffload(), precision="bf16-mixed")
         found.append(narrow.names)
     assert found[0]
     assert found[1] == found[0]
 
 
-def test_checkpointed_layers_whose_weights_are_transferred_in_16_bits(check):
-    parts = lambda: {"callbacks": [from_config("ActivationCheckpointing")]}  # noqa: E731
-    check(Fused, parts, modes=("params", "optimizer"), precision="bf16-mixed", max_epochs=2)
-
-
 @pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("size", [2, "auto"] if can_recover() else [2])
 @pytest.mark.parametrize("make", [Fused, FusedCNN])
-def test_micro_batches(size, make, check):
+def test_micro_batches(size, make, same_in_modes):
     # after the sanity check what the root has is still gathered, and has a hook of ours
-    check(make, lambda: {"callbacks": [MicroBatching(size)]}, gradient_clip_val=0.1, num_sanity_val_steps=2)
+    options = {"gradient_clip_val": 0.1, "num_sanity_val_steps": 2, "limit_val_batches": 1}
+    same_in_modes(make, parts=lambda: {"callbacks": [MicroBatching(size)]}, **options)
 
 
 @pytest.mark.slow
-def test_all_together(check):
+def test_all_together(same_in_modes):
     names = [name for name in CALLBACKS if name not in CHANGES_TRAINING]
-    check(Fused, lambda: {"callbacks": [from_config(name) for name in names]})
+    same_in_modes(Fused, parts=lambda: {"callbacks": [from_config(name) for name in names]})
 
 
 @pytest.mark.quick_sample(2)
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"fp32_modules": "head"}, {"low_precision_norms": True}, {"recast_in_backward": True}],
-    ids=["no options", "fp32_modules", "low_precision_norms", "recast_in_backward"],
+    ("arguments", "options"),
+    [
+        ({"precision": "bf16", "fp32_modules": "net.head"}, {}),
+        ({"precision": "bf16", "low_precision_norms": True}, {}),
+        ({"precision": "bf16", "recast_in_backward": True}, {}),
+        ({"precision": "fp16"}, {"gradient_clip_val": 0.1, "max_epochs": 2}),
+    ],
+    ids=["fp32_modules", "low_precision_norms", "recast_in_backward", "fp16"],
 )
-def test_precision_plugin(options, check):
-    plugins = lambda: {"plugins": [LeanMixedPrecision("bf16", **{**options})]}  # noqa: E731
-    if options.get("fp32_modules"):
-        plugins = lambda: {"plugins": [LeanMixedPrecision("bf16", fp32_modules="net.head")]}  # noqa: E731
-    check(Fused, plugins, modes=("params", "optimizer", "none"))
+def test_precision_plugin(arguments, options, same_in_modes):
+    same_in_modes(Fused, ("params", "none"), parts=lambda: {"plugins": [LeanMixedPrecision(**arguments)]}, **options)
 
 
-def test_scaled_gradients(check):
-    check(Fused, lambda: {"plugins": [LeanMixedPrecision("fp16")]}, gradient_clip_val=0.1, max_epochs=2)
-
-
-def test_manual_optimization_with_the_precision_plugin(make_trainer):
+def test_manual_optimization_with_the_precision_plugin(same_as_baseline):
     # a layer that is called twice adds its two gradients in 16 bit, unless weights come in 32
-    fitted = []
-    for strategy in ("auto", ForkingOffload(narrow_transfers=False)):
-        pl.seed_everything(0, verbose=False)
-        model = GAN()
-        make_trainer(strategy=strategy, plugins=[LeanMixedPrecision("bf16")], max_epochs=1).fit(model)
-        fitted.append(model)
-    assert_equal_weights(*fitted)
+    plain = {"plugins": [LeanMixedPrecision("bf16")]}
+    strategy = ForkingOffload(narrow_transfers=False)
+    same_as_baseline(GAN, baseline=plain, strategy=strategy, plugins=[LeanMixedPrecision("bf16")])
 
 
 @pytest.mark.slow_except("ActivationCheckpointing", "MicroBatching")
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_callbacks_on_two_ranks(name, make_trainer):
-    fitted = []
-    for strategy, devices in (("ddp_fork", 2), (ForkingOffload(), 2)):
-        callback = from_config(name)
-        pl.seed_everything(0, verbose=False)
-        model = Split()
-        make_trainer(
-            strategy=strategy,
-            devices=devices,
-            callbacks=[callback],
-            max_epochs=1,
-            limit_val_batches=0,
-            use_distributed_sampler=False,
-        ).fit(model)
-        fitted.append(model)
-    plain, ours = fitted
-    for key, parameter in ours.named_parameters():
-        assert (parameter - plain.get_parameter(key)).abs().max() <= 1e-6, key
+def test_callbacks_on_two_ranks(name, same_as_baseline):
+    options = {"devices": 2, "use_distributed_sampler": False}
+    baseline = {"strategy": "ddp_fork", "callbacks": [from_config(name)]}
+    same_as_baseline(Split, from_config(name), tolerance=1e-6, baseline=baseline, strategy=ForkingOffload(), **options)

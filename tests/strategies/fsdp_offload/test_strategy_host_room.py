@@ -7,11 +7,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from support.helpers import ForkingOffload, TinyGPT
-from support.offload_nets import Fused, Split, leave_group
+from support.offload_nets import Fused, Split
 
-from lightning_vram import estimate_memory
 from lightning_vram.core.host.memory import OffloadError
-from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.optimizers import host_memory
 from lightning_vram.techniques.sharding import FullSharding
@@ -21,12 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
 ]
 WEIGHTS = 4 * sum(p.numel() for p in TinyGPT().parameters())  # bytes, as many as gradients
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Any:
-    yield
-    leave_group()
 
 
 @pytest.fixture
@@ -115,26 +107,12 @@ def test_an_average_of_weights_is_counted(host: Any, make_trainer: Any) -> None:
     fit(needed + (needed - given_back) - given_back, Fused())
 
 
-def test_states_on_a_disk_need_no_memory(host: Any, make_trainer: Any, tmp_path: Any) -> None:
-    host(2 * WEIGHTS)
-    make_trainer(strategy=ForkingOffload(nvme_path=tmp_path), max_steps=1).fit(Fused())
-
-
 @pytest.mark.parametrize(("arguments", "method"), [({"offload": "none"}, "fit"), ({}, "validate")])
 def test_what_keeps_nothing_more_on_the_host_is_not_refused(
     host: Any, make_trainer: Any, arguments: dict[str, Any], method: str
 ) -> None:
     host(0)
     getattr(make_trainer(strategy=ForkingOffload(**arguments), max_steps=1), method)(Fused())
-
-
-def test_an_estimate_is_not_refused_for_the_memory_of_this_machine(host: Any) -> None:
-    host(0)
-    tokens = torch.zeros(2, 33, dtype=torch.int64)
-    model = ByteGPT(num_layers=1, width=16, sequence_length=32)
-    trainer = {"strategy": "fsdp_offload"}
-    estimate = estimate_memory(model, tokens, device="rtx4090", trainer=trainer, devices=2, find_limits=False)
-    assert estimate.fits
 
 
 def test_two_ranks_share_the_host_and_both_refuse(host: Any, make_trainer: Any) -> None:

@@ -1,31 +1,21 @@
 """Parameters that are not contiguous, which FSDP2 refuses: trained to the same bits, and as they were afterwards."""
 
-import copy
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from support.helpers import ForkingOffload, assert_equal_weights
 from support.offload_nets import adamw, leave_group
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-
-from lightning_vram.private_names.lightning import average_of
 
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _alone():
-    yield
-    leave_group()
 
 
 class Strided(pl.LightningModule):
@@ -63,37 +53,23 @@ class Strided(pl.LightningModule):
         return DataLoader(torch.randn(16, 3, *[6] * self.dims, generator=generator), batch_size=4)
 
 
-@pytest.fixture
-def fit(make_trainer):
-    def fit(strategy: Any, make: Any = Strided, *, ckpt_path: Any = None, **options: Any) -> Any:
-        torch.manual_seed(0)
-        model = make()
-        model.saved_by = make_trainer(strategy=strategy, **{"max_epochs": 1, "devices": 1, **options})
-        model.saved_by.fit(model, ckpt_path=ckpt_path)
-        return model
-
-    return fit
-
-
 def strides(module: nn.Module) -> list[Any]:
     """Return those of each parameter, in dimensions that have any."""
     pairs = (zip(one.stride(), one.shape, strict=True) for one in module.parameters())
     return [[stride for stride, size in each if size > 1] for each in pairs]
 
 
-@pytest.mark.parametrize("dims", [2, 3])
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}], ids=["fp32", "bf16"])
-def test_weights_layouts_and_what_layers_compute_in_are_those_of_a_plain_run(dims, options, fit):
-    def make() -> Strided:
-        return Strided(dims)
-
-    plain, ours = (fit(strategy, make, **options) for strategy in ("auto", "fsdp_offload"))
-    if not options:
+@pytest.mark.parametrize(("dims", "precision"), [(2, "32-true"), (3, "bf16-mixed")])
+def test_weights_layouts_and_what_layers_compute_in_are_those_of_a_plain_run(dims, precision, fit):
+    make = partial(Strided, dims)
+    options = {"precision": precision, "devices": 1}
+    plain, ours = (fit(make, strategy=strategy, **options) for strategy in ("auto", "fsdp_offload"))
+    if precision == "32-true":
         assert_equal_weights(plain, ours)
     assert strides(plain) == strides(ours) == strides(make())
     assert ours.strides == plain.strides
     assert not any(part._forward_pre_hooks for part in ours.modules())
-    ours.saved_by.fit(ours)  # once more
+    ours.trainer.fit(ours)  # once more
     assert strides(ours) == strides(plain)
 
 
@@ -103,32 +79,23 @@ def dense() -> Strided:
 
 @pytest.mark.parametrize(("first", "second"), [("auto", "fsdp_offload"), ("fsdp_offload", "auto")])
 def test_a_checkpoint_goes_on_with_the_strategy_and_without(first, second, fit, tmp_path):
-    begun, whole = fit(first, dense), fit("auto", dense, max_epochs=2)
-    begun.saved_by.save_checkpoint(tmp_path / "first.ckpt")
+    begun, whole = fit(dense, strategy=first, devices=1), fit(dense, max_epochs=2)
+    begun.trainer.save_checkpoint(tmp_path / "first.ckpt")
     leave_group()
-    resumed = fit(second, dense, ckpt_path=tmp_path / "first.ckpt", max_epochs=2)
+    resumed = fit(dense, strategy=second, devices=1, ckpt_path=tmp_path / "first.ckpt", max_epochs=2)
     assert_equal_weights(whole, resumed)
     assert strides(resumed) == strides(whole)
 
 
 def test_the_optimizer_goes_on_after_the_run(fit):
     # the fused kernel goes over memory as it lies: states have to lie as parameters do
-    plain, ours = (fit(strategy, dense) for strategy in ("auto", "fsdp_offload"))
+    plain, ours = (fit(dense, strategy=strategy, devices=1) for strategy in ("auto", "fsdp_offload"))
     for model in (plain, ours):
-        (optimizer,) = model.saved_by.optimizers
+        (optimizer,) = model.trainer.optimizers
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     assert_equal_weights(plain, ours)
-
-
-def test_averages_are_the_same(fit):
-    parts = {"callbacks": [EMAWeightAveraging(decay=0.9)]}
-    plain, ours = (fit(strategy, dense, **copy.deepcopy(parts)) for strategy in ("auto", "fsdp_offload"))
-    assert_equal_weights(plain, ours)
-    one, other = (average_of(model.saved_by.callbacks[0]) for model in (plain, ours))
-    assert_equal_weights(one, other)
-    assert strides(one) == strides(other)
 
 
 class Noting(Strided):
@@ -138,8 +105,8 @@ class Noting(Strided):
 
 def test_two_ranks_leave_them_as_they_were(fit, tmp_path):
     make = partial(Noting, has_cut=False, has_norm=False)
-    plain = fit("auto", make)
-    fit(ForkingOffload(), make, devices=2, use_distributed_sampler=False)
+    plain = fit(make)
+    fit(make, strategy=ForkingOffload(), devices=2, use_distributed_sampler=False)
     for rank in range(2):
         ours = torch.load(tmp_path / f"{rank}.pt")
         assert strides(nn.ParameterList(ours)) == strides(plain)

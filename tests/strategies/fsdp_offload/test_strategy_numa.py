@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.helpers import ForkingOffload, PlantedError, fail_in
-from support.offload_nets import Fused, leave_group
+from support.helpers import ForkingOffload, fail_in
+from support.offload_nets import Fused
 
 from lightning_vram.core.processes import NumaBinding
 from lightning_vram.private_names.torch import bind_threads
@@ -18,12 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _alone() -> Any:
-    yield
-    leave_group()
 
 
 @pytest.fixture
@@ -62,27 +56,15 @@ def test_threads_are_bound_during_the_fit(
     assert os.sched_getaffinity(0) == machine.before
 
 
-def test_threads_are_let_go_after_an_error(machine: SimpleNamespace, make_trainer: Any) -> None:
-    fail_in(Looking(), "training_step", make_trainer(strategy=ForkingOffload(), max_steps=1))
-    assert machine.asked
-    assert os.sched_getaffinity(0) == machine.before
-
-
-class Failing(Fused):
-    def configure_optimizers(self) -> Any:
-        raise PlantedError
-
-
-def test_threads_are_let_go_after_an_error_in_the_setup(machine: SimpleNamespace, make_trainer: Any) -> None:
-    with pytest.raises(PlantedError):
-        make_trainer(strategy=ForkingOffload(), max_steps=1).fit(Failing())
+@pytest.mark.parametrize("hook", ["configure_optimizers", "training_step"])
+def test_threads_are_let_go_after_an_error(machine: SimpleNamespace, make_trainer: Any, hook: str) -> None:
+    fail_in(Looking(), hook, make_trainer(strategy=ForkingOffload(), max_steps=1))
     assert machine.asked
     assert os.sched_getaffinity(0) == machine.before
 
 
 @pytest.mark.parametrize(
-    ("arguments", "method"),
-    [({"bind_to_numa_node": False}, "fit"), ({"offload": "none"}, "fit"), ({}, "validate")],
+    ("arguments", "method"), [({"bind_to_numa_node": False}, "fit"), ({"offload": "none"}, "fit"), ({}, "validate")]
 )
 def test_threads_are_left_alone(
     machine: SimpleNamespace, make_trainer: Any, arguments: dict[str, Any], method: str

@@ -4,18 +4,16 @@ import re
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from support.compiled_codecs import coded_in_c, compiled, needs_compiler
-from support.helpers import ForkingOffload, assert_equal_weights
+from support.helpers import assert_equal_weights
 from support.host_layers import Layers, exceptions, host_bytes
-from support.offload_nets import leave_group
+from support.offload_nets import MODES, leave_group
 from support.sharded_nets import host_bytes_of
 from torch import Tensor, nn
 
 from lightning_vram.private_names.fsdp2 import calls_derived_dispatch
-from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
 pytestmark = [
     pytest.mark.distributed,
@@ -36,30 +34,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _alone():
-    yield
-    leave_group()
-
-
 @pytest.fixture
-def fit(make_trainer):
-    def fit(master: str, make: Any = Layers, *, ckpt_path: Any = None, offload: Any = None, **options: Any) -> Any:
-        pl.seed_everything(0, verbose=False)
-        model = make()
-        strategy = ForkingOffload(master=master, **(offload or {}))
-        given = {"max_epochs": 1, "precision": "bf16-mixed", "use_distributed_sampler": False, **options}
-        trainer = make_trainer(strategy=strategy, **given)
-        trainer.fit(model, ckpt_path=ckpt_path)
-        model.saved_by = trainer
-        return model
+def fit_both(fit_layers):
+    """Train with split and with whole weights, and compare weights and gradients; returns both models."""
 
-    return fit
+    def fit_both(make=Layers, offload=None, **options):
+        arguments = ({"master": master, **(offload or {})} for master in ("split", "fp32"))
+        split, plain = (fit_layers(make, one, **options) for one in arguments)
+        check(split, plain)
+        return split, plain
+
+    return fit_both
 
 
-def check(split: nn.Module, whole: nn.Module) -> None:
-    assert_equal_weights(split, whole)
-    for ours, theirs in zip(split.parameters(), whole.parameters(), strict=True):
+def check(split: nn.Module, plain: nn.Module) -> None:
+    assert_equal_weights(split, plain)
+    for ours, theirs in zip(split.parameters(), plain.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None)
         assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
 
@@ -68,9 +58,8 @@ def check(split: nn.Module, whole: nn.Module) -> None:
 @pytest.mark.usefixtures("_small_parts")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_weights_and_gradients_are_the_same_to_the_bit(optimizer, options, fit):
-    make = partial(Layers, optimizer, num_batches=16)
-    check(fit("split", make, **options), fit("fp32", make, **options))
+def test_weights_and_gradients_are_the_same_to_the_bit(optimizer, options, fit_both):
+    fit_both(partial(Layers, optimizer, num_batches=16), **options)
 
 
 @needs_compiler
@@ -78,82 +67,50 @@ def test_weights_and_gradients_are_the_same_to_the_bit(optimizer, options, fit):
 @pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("form", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_steps_in_c_have_the_same_bits(options, form, fit):
+def test_steps_in_c_have_the_same_bits(options, form, fit_layers):
     make, offload = partial(Layers, OPTIMIZERS["AdamW"], num_batches=16), {"host_state": form}
     with coded_in_c() as stepped:
-        split = fit("split", make, offload=offload, **options)
-    check(split, fit("fp32", make, offload=offload, **options))
+        split = fit_layers(make, {"master": "split", **offload}, **options)
+    check(split, fit_layers(make, offload, **options))
     assert bool(stepped) == compiled().has_step
 
 
 @pytest.mark.quick_sample(1)
 @pytest.mark.usefixtures("_small_parts")
-@pytest.mark.parametrize(
-    "offload",
-    [
-        {"offload": "optimizer"},
-        {"shard": "grad_op"},
-        {"min_params": 1_000_000},
-        {"device_bytes": 0.1},
-        {"device_bytes": 0.5},
-    ],
-)
-def test_it_goes_with_every_way_to_shard(offload, fit):
-    make = partial(Layers, num_batches=16)
-    check(fit("split", make, offload=offload), fit("fp32", make, offload=offload))
+@pytest.mark.parametrize("offload", [MODES[mode] for mode in MODES if mode not in ("params", "none")], ids=str)
+def test_it_goes_with_every_way_to_shard(offload, fit_both):
+    fit_both(partial(Layers, num_batches=16), offload)
 
 
 class Resting(Layers):
-    """Looks whether all weights are split between steps."""
+    """Looks whether all weights are split between steps, once it is proven that they may travel in 16 bit."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         strategy = self.trainer.strategy
         strategy._finish_steps()
         flat_shards = [flat_shard for group in strategy._sharding.groups for flat_shard in group.flat_shards]
-        is_split = strategy.arguments.master == "split" and batch_idx > 1
-        assert [flat_shard.shards is None for flat_shard in flat_shards] == [is_split] * len(
-            flat_shards
-        ) or batch_idx < 2
+        is_split = strategy.arguments.master == "split"
+        assert batch_idx < 2 or {flat_shard.shards is None for flat_shard in flat_shards} == {is_split}
 
 
-@pytest.mark.parametrize("optimizer", [OPTIMIZERS["AdamW"], OPTIMIZERS["whole matrices"]])
-@pytest.mark.parametrize("on_disk", [True, False])
-def test_weights_are_at_rest_whatever_has_stepped_them(optimizer, on_disk, fit, tmp_path):
-    if on_disk and optimizer is OPTIMIZERS["whole matrices"]:
-        pytest.skip("refused")
-    make = partial(Resting, optimizer, num_batches=5)
-    check(fit("split", make, offload={"nvme_path": tmp_path} if on_disk else {}), fit("fp32", make))
+@pytest.mark.parametrize(("optimizer", "on_disk"), [("AdamW", True), ("AdamW", False), ("whole matrices", False)])
+def test_weights_are_at_rest_whatever_has_stepped_them(optimizer, on_disk, fit_both, tmp_path):
+    offload = {"nvme_path": tmp_path} if on_disk else {}
+    fit_both(partial(Resting, OPTIMIZERS[optimizer], num_batches=5), offload)
 
 
-class Measured(Layers):
+class Counted(Layers):
     def on_train_batch_end(self, *unused: Any) -> None:
-        self.host_bytes.append(host_bytes(self))
+        self.host_bytes.append(host_bytes(self) - exceptions(self))
 
 
-class Counted(Measured):
-    def on_train_batch_end(self, *unused: Any) -> None:
-        super().on_train_batch_end()
-        self.host_bytes[-1] -= exceptions(self)
-
-
-def test_a_weight_takes_fourteen_bytes(fit):
-    split, whole = fit("split", partial(Counted, num_batches=6)), fit("fp32", partial(Measured, num_batches=6))
+@pytest.mark.parametrize(("accumulate", "bytes_each"), [(1, 14), (2, 16)])  # gradients that are added up are float32
+def test_a_weight_takes_fourteen_bytes(accumulate, bytes_each, fit_both):
+    split, plain = fit_both(partial(Counted, num_batches=6), accumulate_grad_batches=accumulate)
     num = sum(p.numel() for p in split.parameters())
     # Where the CPU is the device, too, today's copy that travels is made for each fetch.
-    assert whole.host_bytes[-1] == 16 * num
-    assert split.host_bytes[2:] == [14 * num] * 4
-    assert split.host_bytes[0] == 16 * num  # until it is proven that weights may travel in 16 bit
-
-
-class Accumulated(Counted):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx % 2:
-            super().on_train_batch_end()
-
-
-def test_gradients_that_are_added_up_are_float32(fit):
-    split = fit("split", partial(Accumulated, num_batches=8), accumulate_grad_batches=2)
-    assert split.host_bytes[-1] == 16 * sum(p.numel() for p in split.parameters())
+    assert plain.host_bytes[-1] == 16 * num
+    assert split.host_bytes[-1] == bytes_each * num
 
 
 class Adapted(Counted):
@@ -168,10 +125,8 @@ class Adapted(Counted):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_frozen_weights_take_their_own_bytes(dtype, fit):
-    make = partial(Adapted, dtype, num_batches=6)
-    split, whole = fit("split", make), fit("fp32", make)
-    check(split, whole)
+def test_frozen_weights_take_their_own_bytes(dtype, fit_both):
+    split, _ = fit_both(partial(Adapted, dtype, num_batches=6))
     frozen = sum(p.nbytes for p in split.base.parameters())
     assert split.host_bytes[-1] == frozen + 14 * sum(p.numel() for p in split.net.parameters())
 
@@ -204,10 +159,8 @@ def whole(tensor: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("offload", [{}, {"offload": "optimizer"}])
-def test_weights_are_read_and_written_by_hand(offload, fit):
-    make = partial(Handled, num_batches=12)
-    split, plain = fit("split", make, offload=offload), fit("fp32", make, offload=offload)
-    check(split, plain)
+def test_weights_are_read_and_written_by_hand(offload, fit_both):
+    split, plain = fit_both(partial(Handled, num_batches=12), offload)
     assert split.seen == plain.seen
 
 
@@ -225,53 +178,20 @@ class Kept(Layers):
 
 
 @pytest.mark.skipif(not calls_derived_dispatch, reason="such writes are not seen before torch 2.13")
-def test_memory_that_somebody_holds_stays_the_weight(fit):
-    make = partial(Kept, num_batches=12)
-    check(fit("split", make), fit("fp32", make))
-
-
-class Evaluated(Layers):
-    """Computes without autocast between its steps."""
-
-    def on_train_batch_end(self, *unused: Any) -> None:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            self.host_bytes.append(self.net(torch.ones(1, 16)).sum().item())
-
-
-def test_weights_are_sent_whole_where_they_are_not_cast(fit):
-    make = partial(Evaluated, num_batches=6)
-    split, plain = fit("split", make), fit("fp32", make)
-    check(split, plain)
-    assert split.host_bytes == plain.host_bytes
+def test_memory_that_somebody_holds_stays_the_weight(fit_both):
+    fit_both(partial(Kept, num_batches=12))
 
 
 @pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-@pytest.mark.parametrize(("first", "second"), [("split", "split"), ("split", "fp32"), ("fp32", "split")])
-def test_a_run_goes_on_from_a_checkpoint_of_either(first, second, kind, fit, tmp_path):
-    make, offload = partial(Layers, num_batches=4), {"state_dict_type": kind}
-    fit(first, make, offload=offload).saved_by.save_checkpoint(tmp_path / "last.ckpt")
+@pytest.mark.parametrize(("first", "second"), [("split", "fp32"), ("fp32", "split")])
+def test_a_run_goes_on_from_a_checkpoint_of_either(first, second, kind, fit_layers, tmp_path):
+    make, path = partial(Layers, num_batches=4), tmp_path / "last.ckpt"
+    fit_layers(make, {"master": first, "state_dict_type": kind}).trainer.save_checkpoint(path)
     leave_group()
-    resumed = fit(second, make, offload=offload, ckpt_path=tmp_path / "last.ckpt", max_epochs=2)
+    resumed = fit_layers(make, {"master": second, "state_dict_type": kind}, ckpt_path=path, max_epochs=2)
     leave_group()
-    check(resumed, fit("fp32", make, max_epochs=2))
-
-
-class Saving(Layers):
-    """Writes what a checkpoint holds in the middle of a run."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx in (3, 5):
-            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/{batch_idx}.ckpt", weights_only=False)
-
-
-@pytest.mark.quick_sample(2)
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-@pytest.mark.parametrize("async_save", [False, True])
-def test_checkpoints_in_the_middle_change_nothing(kind, async_save, fit):
-    offload = {"state_dict_type": kind, "async_save": async_save}
-    split, plain = (fit(master, partial(Saving, num_batches=8), offload=offload) for master in ("split", "fp32"))
-    check(split, plain)
+    check(resumed, fit_layers(make, max_epochs=2))
 
 
 class Collected(Layers):
@@ -287,9 +207,8 @@ class Collected(Layers):
             assert host_bytes_of(strategy._sharding) == before
 
 
-def test_a_checkpoint_leaves_weights_at_rest(fit):
-    make = partial(Collected, num_batches=6)
-    check(fit("split", make), fit("fp32", make))
+def test_a_checkpoint_leaves_weights_at_rest(fit_both):
+    fit_both(partial(Collected, num_batches=6))
 
 
 class Written(Handled):
@@ -304,18 +223,17 @@ class Written(Handled):
 
 @pytest.mark.quick_sample(1)
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.01}, {"accumulate_grad_batches": 2}])
-def test_two_ranks_train_to_the_same_bits(options, fit, tmp_path):
+def test_two_ranks_train_to_the_same_bits(options, fit_layers, tmp_path):
     for master in ("split", "fp32"):
-        fit(master, partial(Written, num_batches=12), devices=2, **options)
+        fit_layers(partial(Written, num_batches=12), {"master": master}, devices=2, **options)
     split, plain = (torch.load(tmp_path / f"{master}.pt") for master in ("split", "fp32"))
     assert split.keys() == plain.keys()
     assert all(torch.equal(split[name], plain[name]) for name in plain)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_weights_that_do_not_travel_as_bf16_are_refused(precision, make_trainer):
-    trainer = make_trainer(strategy=FSDPOffloadStrategy(master="split"), precision=precision)
+def test_weights_that_do_not_travel_as_bf16_are_refused(precision, fit_layers):
     needed = "precision='bf16-mixed' with narrow_transfers=True"
-    message = f"FSDPOffloadStrategy(master='split') needs {needed}, got {precision!r}."
+    message = f"ForkingOffload(master='split') needs {needed}, got {precision!r}."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        trainer.fit(Layers(num_batches=1))
+        fit_layers(Layers, {"master": "split"}, precision=precision)

@@ -1,6 +1,5 @@
 """Bytes that a disk has changed are not loaded."""
 
-import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -68,16 +67,6 @@ def test_a_flipped_bit_of_a_file_is_refused(one_rank: None, tmp_path: Path):
     flip(path, make_net(sharded=False).embed.weight.detach())
     assert refusal(path, net, sharded=False) == f"a.ckpt is damaged (Bad CRC-32 for file 'archive/data/1'). {WAY_OUT}"
     load(make_store(sharded=False, verify=False), path, net)
-
-
-def test_files_of_another_save_are_refused(one_rank: None, tmp_path: Path):
-    """As a copy leaves them that was broken off."""
-    old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
-    save(make_net(), old, sharded=True)
-    save(make_net(1), new, sharded=True)
-    shutil.copy(old / ".metadata", new)
-    with pytest.raises(FileNotFoundError, match=r"__0_.*\.distcp"):
-        make_store(sharded=True).open(new)
 
 
 def test_what_was_cut_off_is_named(one_rank: None, tmp_path: Path):

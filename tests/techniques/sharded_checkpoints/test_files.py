@@ -73,12 +73,6 @@ def test_a_link_is_replaced_and_what_it_points_to_is_left(path: Path):
         remove(target)
 
 
-def test_hidden_names_are_taken_for_no_checkpoint_by_lightning(path: Path):
-    assert temporary_path(path).name.startswith(".")
-    assert "hpc_ckpt_" not in temporary_path(path).name
-    assert temporary_path(path) != temporary_path(path.with_name("hpc_ckpt_4.ckpt"))
-
-
 @MAKERS
 def test_removing_leaves_nothing(path: Path, make: Callable):
     make(path, "old")
@@ -126,13 +120,7 @@ def is_killed(work: Callable[[], None]) -> bool:
     ],
 )
 def test_a_process_that_is_killed_leaves_the_old_or_the_new(
-    path: Path,
-    owner: object,
-    name: str,
-    call: int,
-    can_exchange: bool,
-    survivor: str,
-    monkeypatch: pytest.MonkeyPatch,
+    path: Path, owner: object, name: str, call: int, can_exchange: bool, survivor: str, monkeypatch: pytest.MonkeyPatch
 ):
     make_folder(path, "old")
     make_folder(temporary_path(path), "new")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoint_nets import Block, Net, make_adamw, make_net, make_sgd, run_ranks, train, whole
+from support.checkpoint_nets import Block, make_adamw, make_net, run_ranks, train, whole
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -161,17 +161,6 @@ def test_names_of_wrappers_are_left_out_and_put_in(mesh: DeviceMesh):
     )
 
 
-def test_an_optimizer_without_state_is_gathered_and_loaded(one_rank: None):
-    net = make_net()
-    optimizer = make_sgd(net)
-    state = gather_optimizer_state(optimizer)
-    assert state["state"] == {}
-    state["param_groups"][0]["lr"] = 0.3
-    load_optimizer_state(optimizer, state)
-    assert optimizer.param_groups[0]["lr"] == 0.3
-    assert not optimizer.state
-
-
 def test_numbers_that_skip_and_take_turns_are_those_of_their_groups(one_rank: None):
     """Lightning's ``ModelParallelStrategy`` numbers parameters as the module has them, not as the optimizer does."""
     net = make_net()
@@ -200,18 +189,3 @@ def test_an_optimizer_with_other_groups_is_refused(one_rank: None):
         f"The checkpoint's optimizer has {sizes} parameters in its groups, SGD of configure_optimizers has [1]. Return "
         "the optimizer the checkpoint was saved with: the same parameters, in the same order."
     )
-
-
-def test_a_file_in_another_dtype_is_cast(mesh: DeviceMesh):
-    net = nn.Linear(3, 2)
-    state = {name: value.double() for name, value in nn.Linear(3, 2).state_dict().items()}
-    fully_shard(net, mesh=mesh)
-    load_module_state(net, state, strict=True)
-    assert net.weight.dtype == torch.float32
-    assert torch.equal(whole(net.weight), state["weight"].float())
-
-
-def test_the_network_of_these_tests_has_tied_weights_buffers_and_a_number():
-    names = [name for name, _ in Net().named_parameters(remove_duplicate=False)]
-    assert {"embed.weight", "head.weight", "scale"} <= set(names)
-    assert list(Net().named_buffers())

@@ -20,13 +20,3 @@ def test_torch_says_what_the_disk_says():
     ):
         torch.save({"a": torch.zeros(1000)}, file)
     assert caught.value.errno == errno.ENOSPC
-
-
-def test_another_error_of_torch_stays(tmp_path: Path):
-    with (tmp_path / "a").open("wb") as file, pytest.raises(RuntimeError, match="of torch"), naming_disk_errors():
-        torch.save(Refusing(), file)
-
-
-class Refusing:
-    def __reduce__(self) -> tuple[object, ...]:
-        raise RuntimeError("of torch")

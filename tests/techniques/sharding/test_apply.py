@@ -1,6 +1,5 @@
 """A module that is sharded: what it computes, who may write to its shards, and what is left afterwards."""
 
-import copy
 from functools import partial
 from typing import Any
 
@@ -11,13 +10,11 @@ from support.sharded_nets import (
     MODES,
     NUM_BLOCKS,
     WIDTH,
-    Apart,
     Block,
     Net,
     assert_same,
     batch,
     gradients,
-    host_bytes_of,
     like_shard,
     loss_of,
     make,
@@ -107,28 +104,6 @@ def test_where_autocast_is_off_narrow_weights_come_in_float32(mesh, mode):
         with narrow_autocast():
             loss, expected = loss_of(net, batch(2)), loss_of(plain, batch(2))
         assert torch.equal(loss, expected)
-
-
-class PartlyWide(Net):
-    """Computes its second block in float32, whatever its caller wants."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        with torch.autocast("cpu", enabled=False):
-            x = self.blocks[1](x.float())
-        return self.head(self.norm(self.blocks[2](x)))
-
-
-def test_one_layer_may_be_computed_in_float32(mesh):
-    net, plain = make(PartlyWide), make(PartlyWide)
-    with sharded(net, **narrow_options(net)):
-        for seed in range(2):
-            with narrow_autocast():
-                loss, expected = loss_of(net, batch(seed)), loss_of(plain, batch(seed))
-            assert torch.equal(loss, expected)
-            loss.backward()
-            expected.backward()
-            assert_same(gradients(net), gradients(plain))
 
 
 class Twice(Net):
@@ -352,20 +327,6 @@ def test_parameters_may_be_frozen_and_thawed_between_backwards(mesh):
 # --- shards and their writers ---
 
 
-def test_every_shard_is_in_the_one_block_of_its_lane(mesh):
-    net = make()
-    with sharded(net) as sharding:
-        backward(net)
-        for group in sharding.groups:
-            for flat_shard in group.flat_shards:
-                for ours in flat_shard.parameters:
-                    for tensor in (ours.sharded_param.to_local(), ours.memory):
-                        assert 0 <= tensor.data_ptr() - flat_shard.shards.data_ptr() < flat_shard.shards.nbytes
-        total = sum(flat_shard.shards.numel() for group in sharding.groups for flat_shard in group.flat_shards)
-        assert total == sum(parameter.numel() for parameter in net.parameters())
-        assert {p.sharded_param for group in sharding.groups for p in group.parameters} == set(net.parameters())
-
-
 def new_values(net: nn.Module) -> dict[str, Tensor]:
     fresh = make(seed=1).state_dict()
     return {name: like_shard(fresh[name], value) for name, value in net.state_dict().items()}
@@ -473,60 +434,7 @@ def test_dtypes_may_be_mixed_in_a_group(mesh):
         assert_same(gradients(net), gradients(plain))
 
 
-def test_memory_of_the_host_is_counted(mesh):
-    num_bytes = sum(parameter.nbytes for parameter in make().parameters())
-    for mode, expected in (("params", num_bytes), ("optimizer", num_bytes), ("none", 0)):
-        with sharded(make(), mode) as sharding:
-            assert host_bytes_of(sharding) == expected
-
-
 # --- pinned memory ---
-
-
-def test_on_its_way_everything_is_in_pinned_memory(mesh, monkeypatch):
-    asked, empty = [], torch.empty
-
-    def make_empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        if pin_memory:
-            asked.append(args[0])
-        return empty(*args, **kwargs)
-
-    def pin(self: Tensor) -> Tensor:
-        (pinned if self.dtype != torch.uint8 else buffers).append(self.numel())
-        return self
-
-    pinned: list[int] = []
-    buffers: list[int] = []  # bytes that gradients arrive in
-    monkeypatch.setattr(torch, "empty", make_empty)
-    monkeypatch.setattr(Tensor, "pin_memory", pin)
-    monkeypatch.setattr(Tensor, "is_pinned", lambda self: self.numel() in pinned)
-    net, plain = make(), make()
-    with sharded(net, "params apart", pin_memory=True, **narrow_options(net)) as sharding:
-        flat_shards = [flat_shard for group in sharding.groups for flat_shard in group.flat_shards]
-        narrow = [flat_shard for flat_shard in flat_shards if flat_shard.dtype != torch.float32]
-        assert sorted(pinned) == sorted(flat_shard.shards.numel() for flat_shard in (*flat_shards, *narrow))
-        for _ in range(2):
-            net.zero_grad()
-            plain.zero_grad()
-            with narrow_autocast():
-                loss_of(net, batch(0)).backward()
-                loss_of(plain, batch(0)).backward()
-            assert_same(gradients(net), gradients(plain))
-            widths = [
-                {flat_shard.shards.itemsize, flat_shard.dtype.itemsize} for flat_shard in flat_shards
-            ]  # at first, and then
-            sizes = {
-                flat_shard.shards.numel() * width
-                for flat_shard, both in zip(flat_shards, widths, strict=True)
-                for width in both
-            }
-            assert set(buffers) <= sizes  # not rounded up
-            assert len(buffers) <= len(flat_shards)  # and used again
-        assert buffers
-        assert not asked
-        assert sorted(pinned) == sorted(
-            flat_shard.shards.numel() for flat_shard in (*flat_shards, *narrow)
-        )  # once and for all
 
 
 # --- and back ---
@@ -566,16 +474,6 @@ def test_removed_the_module_is_what_it_was(mesh, mode, kind, is_used):
     assert_same(gradients(net), gradients(plain))
     for one, other in zip(net.buffers(), plain.buffers(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_it_can_be_sharded_again(mesh):
-    net, plain = make(), make()
-    for mode in MODES:
-        with sharded(net, mode):
-            assert torch.equal(backward(net), backward(plain))
-            assert_same(gradients(net), gradients(plain))
-        for each in (net, plain):
-            each.zero_grad()
 
 
 def test_what_was_sharded_is_freed_while_its_module_is_sharded(mesh):
@@ -634,13 +532,6 @@ def test_an_error_in_the_midst_leaves_the_module_as_it_was(mesh, monkeypatch, nu
     assert_same(gradients(net), gradients(plain))
 
 
-def test_the_threads_end_with_the_sharding(mesh):
-    net = make()
-    with sharded(net) as sharding:
-        backward(net)
-    assert not sharding.landing._thread.is_alive()
-
-
 def remove_on_two() -> None:
     for mode in MODES:
         for kind in (Net, Scalars, Frozen):
@@ -666,21 +557,6 @@ def leave_sharded_on_two() -> None:
 
 def test_two_ranks_have_their_module_back(tmp_path):
     on_ranks(tmp_path, remove_on_two, leave_sharded_on_two)
-
-
-def test_apart_is_another_place_than_the_device(mesh):
-    """Of the tests themselves: that buffers and copies on the host are made."""
-    with sharded(make(), "params apart") as sharding:
-        assert isinstance(sharding, Apart)
-        assert sharding.home != sharding.groups[0].device
-
-
-def test_the_state_of_a_sharded_module_can_be_copied(mesh):
-    net = make()
-    with sharded(net):
-        copied = copy.deepcopy(net.state_dict())
-        values = {name: parameter.full_tensor() for name, parameter in net.named_parameters()}
-    assert all(torch.equal(copied[name].full_tensor(), value) for name, value in values.items())
 
 
 def test_removal_after_a_step_that_failed_makes_the_module_whole(mesh):
@@ -750,11 +626,3 @@ def test_a_step_waits_for_readers_of_the_shards_before_it_writes(mesh, monkeypat
         host.let_go(sharding.remove())
     assert order[0]
     assert not torch.equal(weight, before)
-
-
-def test_a_state_dict_that_is_assigned_is_refused(mesh):
-    net = make()
-    with sharded(net):
-        state = {name: value.clone() for name, value in net.state_dict().items()}
-        with pytest.raises(RuntimeError, match="was replaced while it is sharded"):
-            net.load_state_dict(state, assign=True)

@@ -15,7 +15,6 @@ from support.sharded_nets import (
     weights,
 )
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 BLOCK = WIDTH * 9 + 9 + 9 * WIDTH + WIDTH
@@ -64,18 +63,6 @@ def test_weights_that_are_sent_in_16_bit_have_smaller_copies(mesh):
     narrow = {"low_precision_dtype": torch.bfloat16, "low_precision": {name for name, _ in net.named_parameters()}}
     assert plan(net, 2 * ALL, **narrow) == ["copy"] * 5
     assert plan(net, 2 * ALL) != ["copy"] * 5
-
-
-def test_what_is_not_sharded_here_takes_nothing(mesh):
-    net = make()
-    fully_shard(net.blocks[0], mesh=mesh)
-    assert plan(net, 16 * (ALL - BLOCK)) == ["device"] * 4
-
-
-def test_tied_weights_are_of_the_first_part_that_has_them(mesh):
-    net = make()
-    net.blocks[2].up.weight = net.blocks[0].up.weight
-    assert set(plan(net, 4 * (ALL - 9 * WIDTH))) == {"copy"}
 
 
 def held_bytes(sharding, optimizer):

@@ -38,14 +38,7 @@ def net(mesh) -> nn.Module:
 
 
 def make_lane(net: nn.Module, **options: Any) -> FlatShard:
-    given = {
-        "dtype": torch.float32,
-        "home": CPU,
-        "device": CPU,
-        "pin_memory": False,
-        "is_resident": False,
-        **options,
-    }
+    given = {"dtype": torch.float32, "home": CPU, "device": CPU, "pin_memory": False, "is_resident": False, **options}
     return FlatShard(parameters_of(net), **given)
 
 
@@ -77,33 +70,6 @@ def test_shards_move_into_one_block_of_memory_with_their_values(net):
     assert flat_shard.shards.untyped_storage().nbytes() == 4 * offset
 
 
-WRITES = {
-    "an operator": lambda net: net.up.weight.fill_(3),
-    "data": lambda net: net.up.weight.data.add_(1),
-    "an initializer": lambda net: nn.init.normal_(net.down.weight),
-    "several at once": lambda net: torch._foreach_add_(list(net.parameters()), 1.0),
-    "a state dict": lambda net: net.load_state_dict({k: torch.zeros_like(v) for k, v in net.state_dict().items()}),
-    "numpy": lambda net: net.up.weight.to_local().numpy().fill(4),
-}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_a_fetch_brings_what_was_written_last(net, options, write):
-    flat_shard = make_lane(net, **options)
-    dtype = options.get("dtype", torch.float32)
-    assert_fetches(flat_shard, net, dtype)
-    before = flat_shard.shards.clone()
-    write(net)
-    flat_shard.touch()
-    assert not torch.equal(flat_shard.shards, before)
-    assert_fetches(flat_shard, net, dtype)
-    write(net)
-    flat_shard.refresh()
-    assert_fetches(flat_shard, net, dtype)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 def test_writes_to_the_local_part_need_no_telling(net, options):
@@ -111,20 +77,6 @@ def test_writes_to_the_local_part_need_no_telling(net, options):
     fetched(flat_shard)
     net.down.weight.to_local().fill_(6)
     assert_fetches(flat_shard, net, options.get("dtype", torch.float32))
-
-
-def test_copies_are_made_again_only_after_a_write(net, monkeypatch):
-    flat_shard = make_lane(net, is_resident=True)
-    refreshes, refresh = [], flat_shard.refresh
-    monkeypatch.setattr(flat_shard, "refresh", lambda: (refreshes.append(1), refresh()))
-    for num_refreshes in (1, 2, 3):
-        fetched(flat_shard)
-        fetched(flat_shard)
-        assert len(refreshes) == num_refreshes
-        if num_refreshes == 1:
-            flat_shard.touch()
-        else:
-            flat_shard.shards.add_(1)
 
 
 @pytest.mark.parametrize("options", [options for kind, options in KINDS.items() if "narrow" in kind])
@@ -196,19 +148,6 @@ def test_a_refresh_waits_until_what_was_fetched_has_arrived(net, monkeypatch):
     assert flat_shard._low_precision[0] == 2
     assert len(order) == 1
     assert order[0] != 2
-
-
-@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16, "device": APART}])
-def test_what_stays_on_the_host_is_pinned(net, options, monkeypatch):
-    asked = []
-
-    def make_tensor(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Tensor:
-        asked.append((numel, dtype, pin_memory))
-        return torch.empty(numel, dtype=dtype)
-
-    monkeypatch.setattr(flat_shards, "make_host_tensor", make_tensor)
-    make_lane(net, pin_memory=True, **options)
-    assert asked == [(NUMEL, dtype, True) for dtype in (torch.float32, *([torch.bfloat16] if options else []))]
 
 
 class _Read:

@@ -180,21 +180,6 @@ class Adapted(Net):
         self.blocks[1] = Adapter()
 
 
-class Regularized(Penalized):
-    """Goes over all weights of a part."""
-
-    def forward(self, x):
-        return self.down(self.up(x).relu()) + sum(p.square().mean() for p in self.down.parameters())
-
-
-class ReadThroughAVariable(Penalized):
-    """Multiplies by a weight whose layer is not called."""
-
-    def forward(self, x):
-        up = self.up
-        return self.down((x @ up.weight.T).relu())
-
-
 class PenalizedThroughAVariable(Penalized):
     def forward(self, x):
         up = self.up
@@ -314,14 +299,6 @@ def test_a_layer_that_was_not_used_yet_waits_for_its_turn(mesh):
     unused = {f"blocks.2.{name}" for name, _ in make().blocks[2].named_parameters()}
     assert narrow_names(compare(Branching, num_steps=2)) == stock_weights(Net) - unused
     assert narrow_names(compare(Branching, num_steps=4)) == stock_weights(Net)
-
-
-def test_what_is_never_used_is_not_waited_for_long(mesh):
-    class Unused(Penalized):
-        def forward(self, x):
-            return self.down(F.pad(x, (0, 3)))
-
-    assert narrow_names(compare(Unused, num_steps=2)) == {"up.weight", "up.bias", "down.weight", "down.bias"}
 
 
 class Rarely(Penalized):

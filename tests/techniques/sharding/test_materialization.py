@@ -72,12 +72,6 @@ def test_values_depend_on_the_seed_and_the_names_only():
     assert not torch.equal(whole.blocks[0].up.weight, whole.blocks[1].up.weight)
 
 
-def test_random_numbers_of_the_caller_are_not_used():
-    before = torch.get_rng_state()
-    materialize(on_meta(TinyLM), seed=3)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_what_has_values_keeps_them():
     model = on_meta(TinyLM)
     model.blocks[0] = TinyLM().blocks[0]
@@ -111,16 +105,6 @@ def test_a_head_of_transformers_that_the_user_has_untied_stays_untied():
     assert model.lm_head.weight is not model.model.embed_tokens.weight
 
 
-def test_frozen_parameters_stay_frozen_and_attributes_stay():
-    model = on_meta(lambda: nn.Linear(2, 2))
-    model.weight.requires_grad_(False)
-    model.weight.note = "kept"
-    materialize(model, seed=0)
-    assert [parameter.requires_grad for parameter in model.parameters()] == [False, True]
-    assert model.weight.note == "kept"
-    assert type(model.weight) is nn.Parameter
-
-
 def test_buffers_get_values_whether_they_are_saved_or_not():
     class Positions(nn.Module):
         def __init__(self) -> None:
@@ -137,13 +121,6 @@ def test_buffers_get_values_whether_they_are_saved_or_not():
     assert "0.places" not in model.state_dict()
     assert (model[1].running_mean.tolist(), model[1].running_var.tolist()) == ([0, 0], [1, 1])
     assert model[1].num_batches_tracked == 0
-
-
-def test_attention_resets_itself():
-    model = on_meta(lambda: nn.MultiheadAttention(4, 2))
-    materialize(model, seed=0)
-    assert torch.equal(model.in_proj_bias, torch.zeros(12))
-    assert model.in_proj_weight.std() > 0
 
 
 def test_an_outer_initializer_has_the_last_word():
@@ -190,20 +167,6 @@ def test_what_nobody_initializes_is_told(kind, num_missed):
     assert torch.equal(other[1].count, torch.zeros(3) if num_missed == 2 else torch.ones(3))
 
 
-def test_a_block_can_be_sharded_before_the_next_one_has_memory(mesh):
-    whole, model = on_meta(TinyLM), on_meta(TinyLM)
-    materialize(whole, seed=0)
-    for group in plan_sharding_groups(model, min_params=1000).groups:
-        parts = [model.get_submodule(name) for name in group]
-        for part in parts:
-            materialize(part, seed=0, model=model)
-        fully_shard(parts, mesh=mesh)
-    materialize(model, seed=0)
-    fully_shard(model, mesh=mesh)
-    inputs = make_inputs("tiny_lm")
-    assert torch.equal(compute_loss("tiny_lm", model, inputs), compute_loss("tiny_lm", whole, inputs))
-
-
 class ResetsAll(nn.Module):
     """Initializes all of its parts, as ``nn.Transformer``, and its own scale without ``reset_parameters``."""
 
@@ -235,9 +198,3 @@ def test_an_outer_initializer_reaches_parts_that_are_sharded_first_and_each_once
     assert not torch.equal(first, second)
     assert all(torch.equal(layer.weight, weight) for layer, weight in zip(model.layers, before, strict=True))
     torch.testing.assert_close(model.scale @ model.scale.T, 4 * torch.eye(2))
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_lazy_layers_are_refused():
-    with pytest.raises(ValueError, match=r"^Attempted to use an uninitialized parameter .* Call `forward` with"):
-        materialize(on_meta(lambda: nn.LazyLinear(2)), seed=0)

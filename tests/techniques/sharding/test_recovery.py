@@ -167,18 +167,6 @@ def test_the_next_gradients_are_those_without_a_failure(tmp_path, world_size, ho
 
 
 @needs_recovery
-def test_pytorch_alone_leaves_gradients_behind(one_rank):
-    """Why we do more than PyTorch, and from which version on it needs less."""
-    model = build(How())
-    fail(model, "backward")
-    model.reset_iter_state()
-    is_left = any(parameter._unsharded_param.grad is not None for parameter in sharded_parameters(model))
-    assert is_left is (torch.__version__ < (2, 15))
-    discard_failed_iteration(model)
-    assert all(parameter._unsharded_param.grad is None for parameter in sharded_parameters(model))
-
-
-@needs_recovery
 def test_gradients_that_were_not_reduced_are_dropped(one_rank):
     model = build(How(dtype=torch.float32))
     expected = build(How(dtype=torch.float32))
@@ -235,13 +223,6 @@ def test_nothing_of_the_failed_graph_stays_alive(one_rank):
         model.zero_grad()
     gc.collect()
     assert sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()) <= before
-
-
-def test_without_fsdp_nothing_happens():
-    model = nn.Linear(2, 2)
-    model(torch.ones(1, 2)).sum().backward()
-    discard_failed_iteration(model)
-    assert model.weight.grad is not None
 
 
 @needs_recovery

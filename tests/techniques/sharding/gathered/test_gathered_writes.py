@@ -9,7 +9,6 @@ from support.sharded_nets import (
     Net,
     assert_same,
     batch,
-    gradients,
     hosted,
     loss_of,
     make,
@@ -129,19 +128,6 @@ def refuse_largest_norm():
 
 def test_an_embedding_with_a_largest_norm_is_refused_on_two_ranks(tmp_path):
     on_ranks(tmp_path, refuse_largest_norm)
-
-
-def test_a_write_in_a_forward_without_gradients_stays(mesh):
-    net, plain = make(partial(Writing, write_data)), make(partial(Writing, write_data))
-    with hosted(net):
-        for each in (net, plain):
-            with torch.no_grad():
-                each(batch(0))
-        assert torch.equal(loss_of(net, batch(1)), loss_of(plain, batch(1)))
-        loss_of(net, batch(2)).backward()
-        loss_of(plain, batch(2)).backward()
-        assert_same(gradients(net), gradients(plain))
-    assert_same(weights(net), weights(plain))
 
 
 class ByOptimizer(Net):

@@ -49,11 +49,6 @@ def test_the_children_of_a_list_and_large_parts_beside_it_are_groups():
     assert groups_of(model) == (("embedding",), ("layers.0",), ("layers.1",))
 
 
-def test_a_small_model_is_one_group_with_its_root():
-    assert groups_of(Net(layers=blocks(3)), min_params=109) == ()
-    assert groups_of(Net(layers=blocks(3)), min_params=108) != ()
-
-
 def test_small_blocks_in_a_row_are_put_together():
     names = [f"layers.{number}" for number in range(24)]
     groups = groups_of(Net(layers=blocks(24)), min_params=72 * 5)
@@ -111,13 +106,6 @@ def test_what_a_model_declares_comes_first():
     names = ("encoder.stages.0.one", "encoder.stages.0.two", "encoder.stages.1.one", "encoder.stages.1.two")
     assert groups_of(Net(encoder=Declaring(stages=stages))) == tuple((name,) for name in names)
     assert groups_of(Net(encoder=Net(stages=stages))) == (("encoder.stages.0",), ("encoder.stages.1",))
-
-
-def test_declared_modules_that_are_small_go_with_what_is_around_them():
-    class Declaring(Net):
-        _no_split_modules = ("Linear",)
-
-    assert groups_of(Declaring(layers=blocks(4))) == tuple((f"layers.{number}",) for number in range(4))
 
 
 def test_a_model_without_containers_is_cut_at_its_large_parts():
@@ -194,12 +182,6 @@ def test_parameters_without_a_dimension_are_named_with_all_their_names():
     assert plan_sharding_groups(model, min_params=72).replicated == ("scale", "layers.0.scale")
 
 
-def test_parameters_without_elements_are_named():
-    model = Net(layers=blocks(2))
-    model.layers[1].none = nn.Parameter(torch.ones(3, 0))
-    assert plan_sharding_groups(model, min_params=72).replicated == ("layers.1.none",)
-
-
 def test_what_is_sharded_already_is_left_alone(mesh):
     model = Net(own=Net(inner=Block(), layers=blocks(2)), layers=blocks(2))
     model.own.inner.scale = nn.Parameter(torch.ones(1))
@@ -228,13 +210,6 @@ def test_nested_choices_come_inner_first():
     position = {name: number for number, (name,) in enumerate(groups)}
     assert position["wide.block.up"] < position["wide.block"] < position["wide"]
     assert position["layers.0.down"] < position["layers.0"]
-
-
-def test_tied_parts_of_chosen_modules_are_one_group():
-    model = Net(embedding=nn.Linear(4, 4), layers=blocks(1), head=nn.Linear(4, 4))
-    model.head.weight = model.embedding.weight
-    assert groups_of(model, ["Block"]) == (("layers.0",),)
-    assert groups_of(model, lambda name, _: name == "head") == (("embedding", "head"),)
 
 
 def test_a_function_is_not_asked_for_what_cannot_be_a_group():
@@ -275,12 +250,6 @@ def test_a_wrong_choice_is_told(wrap, kind, message):
 def test_a_wrong_size_is_told():
     with pytest.raises(ValueError, match=r"^min_params must be at least 1, got 0\.$"):
         plan_sharding_groups(Net(layers=blocks(2)), min_params=0)
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_a_parameter_without_a_shape_is_told():
-    with pytest.raises(ValueError, match="uninitialized parameter"):
-        plan_sharding_groups(Net(layer=nn.LazyLinear(3)))
 
 
 @pytest.mark.parametrize("min_params", [1, 30, 100, 150])
