@@ -86,7 +86,8 @@ def main(folder: Path, kind: str, dies_in: str) -> None:
     model = Regression()
     trainer.fit(model, ckpt_path=last if resumes else None)
     if trainer.is_global_zero:
-        torch.save({"weights": model.state_dict(), "resumed": resumes, "step": trainer.global_step}, folder / "end.pt")
+        how = {"resumed": resumes, "step": trainer.global_step, "attempt": os.environ["TORCHELASTIC_RESTART_COUNT"]}
+        torch.save({"weights": model.state_dict(), **how}, folder / "end.pt")
 
 
 if __name__ == "__main__":

@@ -25,35 +25,27 @@ pytestmark = [
 ]
 
 
-def test_a_callback_that_copies_the_module_is_refused(make_trainer):
-    with pytest.raises(
-        MisconfigurationException,
-        match=r"^ForkingOffload does not work with StochasticWeightAveraging, which copies parameters, and these are "
-        r"shards: average with WeightAveraging\. Leave one out\.$",
-    ):
-        make_trainer(strategy=ForkingOffload(), callbacks=[StochasticWeightAveraging(1e-2)]).fit(Fused())
+@pytest.mark.parametrize(
+    ("callback", "reason"),
+    [
+        (
+            StochasticWeightAveraging(1e-2),
+            "StochasticWeightAveraging, which copies parameters, and these are shards: average with WeightAveraging",
+        ),
+        (
+            ModelPruning("l1_unstructured"),
+            "ModelPruning, which replaces parameters, and these are shards: prune with 'ddp' or a single device",
+        ),
+    ],
+)
+def test_callbacks_that_copy_or_replace_parameters_are_refused(callback, reason, fit):
+    message = f"^{re.escape(f'ForkingOffload does not work with {reason}. Leave one out.')}$"
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(Fused, callback, strategy=ForkingOffload())
 
 
-def test_pruning_is_refused(make_trainer):
-    with pytest.raises(
-        MisconfigurationException,
-        match=r"^ForkingOffload does not work with ModelPruning, which replaces parameters, and these are shards: "
-        r"prune with 'ddp' or a single device\. Leave one out\.$",
-    ):
-        make_trainer(strategy=ForkingOffload(), callbacks=[ModelPruning("l1_unstructured")]).fit(Fused())
 
 
-class Empty(Fused):
-    def __init__(self):
-        super().__init__()
-        self.samples = self.net.samples
-        self.net = nn.Identity()
-        self.net.samples = self.samples
-
-
-def test_a_module_without_parameters_is_refused(make_trainer):
-    with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
-        make_trainer(strategy=ForkingOffload()).fit(Empty())
 
 
 class OtherPrecision(Precision):

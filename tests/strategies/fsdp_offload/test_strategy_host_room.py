@@ -32,37 +32,31 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Any:
     return host
 
 
-def in_blocks(bits: int = 8) -> int:
-    """Bytes of two moments in so many bits: numbers, and a scale for each 128 or a smaller tensor."""
+def in_blocks() -> int:
+    """Bytes of two moments in 8 bits: numbers, and a scale for each 128 or a smaller tensor."""
     sizes = [p.numel() for p in TinyGPT().parameters()]
-    block = 128 * bits // 8 + 4
-    return 2 * sum(-(-size * bits // 8) + 4 if size < 128 else -(-size // 128) * block for size in sizes)
+    return 2 * sum(size + 4 if size < 128 else -(-size // 128) * 132 for size in sizes)
 
 
-def message(num_ranks: int, states: int, available: int) -> str:
-    needed, margin = 2 * WEIGHTS + states, WEIGHTS + states - (num_ranks - 1) * WEIGHTS
+def message(states: int, available: int) -> str:
     states_text = f", optimizer state {format_bytes(states)}" if states else ""
-    ranks = f" for its {num_ranks} ranks" if num_ranks > 1 else ""
     return (
-        f"ForkingOffload needs {format_bytes(needed)} of host memory on {socket.gethostname()}{ranks}: weights "
+        f"ForkingOffload needs {format_bytes(2 * WEIGHTS + states)} of host memory on {socket.gethostname()}: weights "
         f"{format_bytes(WEIGHTS)}, gradients {format_bytes(WEIGHTS)}{states_text}. Available are "
-        f"{format_bytes(available + num_ranks * WEIGHTS)}, including the memory of the module, of which "
-        f"{format_bytes(margin)} must stay free. Set nvme_path='/a/fast/disk' (moves the optimizer state there), "
-        "host_state='bf16', '8bit' or '4bit', master='split' or precision='bf16-true', or use more machines."
+        f"{format_bytes(available + WEIGHTS)}, including the memory of the module, of which "
+        f"{format_bytes(WEIGHTS + states)} must stay free. Set nvme_path='/a/fast/disk' (moves the optimizer state "
+        "there), host_state='bf16', '8bit' or '4bit', master='split' or precision='bf16-true', or use more machines."
     )
 
 
 def test_weights_and_gradients_are_refused_before_anything_is_sharded(
-    host: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch
+    host: Any, fit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def shard(*_: Any) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(FullSharding, "__init__", shard)
+    monkeypatch.setattr(FullSharding, "__init__", lambda *_: pytest.fail("it is sharded"))
     host(WEIGHTS)
     with pytest.raises(OffloadError) as raised:
-        make_trainer(strategy=ForkingOffload(nvme_path="/"), max_steps=1).fit(Fused())
-    assert str(raised.value) == message(1, 0, WEIGHTS)
+        fit(Fused, strategy=ForkingOffload(nvme_path="/"))
+    assert str(raised.value) == message(0, WEIGHTS)
 
 
 class Untrained(Fused):
@@ -70,41 +64,32 @@ class Untrained(Fused):
         raise AssertionError
 
 
-def test_states_are_refused_before_training_and_the_module_is_what_it_was(host: Any, make_trainer: Any) -> None:
-    host(5 * WEIGHTS)  # for gradients and as much again, not for 3 and as much again
-    model, trainer = Untrained(), make_trainer(strategy=ForkingOffload(), max_steps=1)
+@pytest.mark.parametrize(
+    ("offload", "callbacks", "states", "averages"),
+    [
+        ({}, [], 2 * WEIGHTS, 0),
+        ({"host_state": "8bit"}, [], in_blocks(), 0),
+        ({}, [EMAWeightAveraging], 2 * WEIGHTS, WEIGHTS),
+    ],
+    ids=["fp32", "8bit", "average"],
+)
+def test_states_and_averages_are_refused_before_training_and_the_module_is_what_it_was(
+    offload: Any, callbacks: Any, states: int, averages: int, host: Any, fit: Any, make_trainer: Any
+) -> None:
+    needed, given_back = 2 * WEIGHTS + states + averages, WEIGHTS + averages
+    just_enough = needed + (needed - given_back) - given_back  # as much again must stay free
+    host(just_enough - 1)
+    model = Untrained()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with pytest.raises(OffloadError) as raised:
-        trainer.fit(model)
-    assert str(raised.value) == message(1, 2 * WEIGHTS, 5 * WEIGHTS)
+        make_trainer(strategy=ForkingOffload(**offload), callbacks=[make() for make in callbacks]).fit(model)
+    if averages:
+        assert f", averages of weights {format_bytes(averages)}, optimizer state " in str(raised.value)
+    else:
+        assert str(raised.value) == message(states, just_enough - 1)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
-    host(6 * WEIGHTS)
-    make_trainer(strategy=ForkingOffload(), max_steps=1).fit(Fused())
-
-
-@pytest.mark.parametrize(("host_state", "states"), [("bf16", WEIGHTS), ("8bit", in_blocks()), ("4bit", in_blocks(4))])
-def test_moments_in_fewer_bytes_need_less(host: Any, make_trainer: Any, host_state: str, states: int) -> None:
-    needed = 2 * WEIGHTS + states
-    host(needed + (needed - WEIGHTS) - WEIGHTS - 1)  # a byte less than that and what must stay free
-    with pytest.raises(OffloadError) as raised:
-        make_trainer(strategy=ForkingOffload(host_state=host_state), max_steps=1).fit(Untrained())
-    assert f", optimizer state {format_bytes(states)}. " in str(raised.value)
-    host(needed + (needed - WEIGHTS) - WEIGHTS)
-    make_trainer(strategy=ForkingOffload(host_state=host_state), max_steps=1).fit(Fused())
-
-
-def test_an_average_of_weights_is_counted(host: Any, make_trainer: Any) -> None:
-    def fit(available: int, model: Any) -> None:
-        host(available)
-        make_trainer(strategy=ForkingOffload(), callbacks=[EMAWeightAveraging()], max_steps=1).fit(model)
-
-    needed, given_back = 5 * WEIGHTS, 2 * WEIGHTS
-    with pytest.raises(OffloadError) as raised:
-        fit(needed + (needed - given_back) - given_back - 1, Untrained())
-    assert f", averages of weights {format_bytes(WEIGHTS)}, optimizer state {format_bytes(2 * WEIGHTS)}. " in str(
-        raised.value
-    )
-    fit(needed + (needed - given_back) - given_back, Fused())
+    host(just_enough)
+    fit(Fused, *(make() for make in callbacks), strategy=ForkingOffload(**offload), max_steps=1)
 
 
 @pytest.mark.parametrize(("arguments", "method"), [({"offload": "none"}, "fit"), ({}, "validate")])
@@ -115,7 +100,7 @@ def test_what_keeps_nothing_more_on_the_host_is_not_refused(
     getattr(make_trainer(strategy=ForkingOffload(**arguments), max_steps=1), method)(Fused())
 
 
-def test_two_ranks_share_the_host_and_both_refuse(host: Any, make_trainer: Any) -> None:
+def test_two_ranks_share_the_host_and_both_refuse(host: Any, fit: Any) -> None:
     host(WEIGHTS)
     with pytest.raises(Exception, match=r"OffloadError: ForkingOffload needs .* for its 2 ranks: weights"):
-        make_trainer(strategy=ForkingOffload(), devices=2, max_steps=1).fit(Split())
+        fit(Split, strategy=ForkingOffload(), devices=2, max_steps=1)

@@ -20,26 +20,9 @@ from tests.strategies.fsdp_offload.restarting_run import NUM_STEPS, Regression
 SCRIPT = Path(__file__).with_name("restarting_run.py")
 
 
-@pytest.fixture(scope="module")
-def undisturbed():
-    torch.manual_seed(0)
-    model = Regression()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=NUM_STEPS,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(model)
-    return model.state_dict()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dies_in"), [("full", "step"), ("sharded", "save")])
-def test_a_run_goes_on_where_a_rank_was_killed(kind, dies_in, undisturbed, tmp_path):
+def test_a_run_goes_on_where_a_rank_was_killed(kind, dies_in, fit, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
     environment = {
         **os.environ,
@@ -57,10 +40,9 @@ def test_a_run_goes_on_where_a_rank_was_killed(kind, dies_in, undisturbed, tmp_p
     )
     assert run.returncode == 0, run.stderr[-3000:]
     end = torch.load(tmp_path / "end.pt")
-    assert end["resumed"]
-    assert end["step"] == NUM_STEPS
-    for name, weight in end["weights"].items():
-        torch.testing.assert_close(weight, undisturbed[name], rtol=0, atol=1e-6)
+    assert (end["resumed"], end["step"], end["attempt"]) == (True, NUM_STEPS, "1")
+    undisturbed = fit(Regression, max_epochs=NUM_STEPS).state_dict()
+    torch.testing.assert_close(end["weights"], undisturbed, rtol=0, atol=1e-6)
 
 
 class LoseRankOne(pl.Callback):
@@ -78,18 +60,11 @@ class LoseRankOne(pl.Callback):
             os._exit(0)
 
 
-def _fit_as_rank(rank, port, how, may_end, file):
+def _fit_as_rank(make_trainer, rank, port, how, may_end, file):
     os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=FSDPOffloadStrategy(min_params=100, timeout=60 if how == "killed" else 10),
-        max_steps=NUM_STEPS,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        callbacks=[LoseRankOne(how, may_end)],
+    strategy = FSDPOffloadStrategy(min_params=100, timeout=60 if how == "killed" else 10)
+    trainer = make_trainer(
+        devices=2, strategy=strategy, max_epochs=NUM_STEPS, callbacks=[LoseRankOne(how, may_end)], deterministic=False
     )
     try:
         trainer.fit(Regression())
@@ -100,10 +75,11 @@ def _fit_as_rank(rank, port, how, may_end, file):
 
 @pytest.mark.slow_except("killed")
 @pytest.mark.parametrize("how", ["killed", "hangs"])
-def test_the_rank_that_is_left_says_where_it_was_and_why(how, tmp_path):
+def test_the_rank_that_is_left_says_where_it_was_and_why(how, make_trainer, tmp_path):
     context = multiprocessing.get_context("fork")
     may_end, port, file = context.Event(), find_free_port(), tmp_path / "error"
-    ranks = [context.Process(target=_fit_as_rank, args=(rank, port, how, may_end, file)) for rank in range(2)]
+    arguments = ((make_trainer, rank, port, how, may_end, file) for rank in range(2))
+    ranks = [context.Process(target=_fit_as_rank, args=one) for one in arguments]
     for rank in ranks:
         rank.start()
     for rank in ranks:
