@@ -13,7 +13,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from support.helpers import LitTiny, TinyCNN, assert_equal_weights
+from support.helpers import LitTiny, TinyCNN
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -31,22 +31,13 @@ def read(path):
 
 @pytest.mark.parametrize("reader", PLUGINS)
 @pytest.mark.parametrize("writer", PLUGINS)
-def test_a_run_goes_on_to_the_bit_whoever_wrote_and_reads(make_trainer, tmp_path, writer, reader):
-    def fit(max_epochs, plugins, ckpt_path=None):
-        pl.seed_everything(0, verbose=False)
-        model = LitTiny(TinyCNN())
-        trainer = make_trainer(max_epochs=max_epochs, plugins=plugins)
-        trainer.fit(model, ckpt_path=ckpt_path)
-        return trainer, model
-
-    first, _ = fit(1, [writer()])
-    first.save_checkpoint(tmp_path / "folder" / "x.ckpt")
-    content = (tmp_path / "folder" / "x.ckpt").read_bytes()
-    _, plain = fit(2, [], tmp_path / "folder" / "x.ckpt")
-    _, ours = fit(2, [reader()], tmp_path / "folder" / "x.ckpt")
-    assert_equal_weights(ours, plain)
-    assert (tmp_path / "folder" / "x.ckpt").read_bytes() == content  # training writes into its own pages
-    assert os.listdir(tmp_path / "folder") == ["x.ckpt"]
+def test_a_run_goes_on_to_the_bit_whoever_wrote_and_reads(fit, same_as_baseline, tmp_path, writer, reader):
+    path = tmp_path / "folder" / "x.ckpt"
+    fit(lambda: LitTiny(TinyCNN()), plugins=[writer()]).trainer.save_checkpoint(path)
+    content = path.read_bytes()
+    same_as_baseline(lambda: LitTiny(TinyCNN()), plugins=[reader()], max_epochs=2, ckpt_path=path)
+    assert path.read_bytes() == content  # training writes into its own pages
+    assert os.listdir(path.parent) == ["x.ckpt"]
 
 
 def test_a_save_that_fails_leaves_the_file_before(tmp_path):
@@ -97,13 +88,6 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     assert read(path)["note"] == "first"
 
 
-def test_a_folder_is_not_overwritten(tmp_path):
-    (tmp_path / "x.ckpt").mkdir()
-    expected = rf"^{re.escape(str(tmp_path / 'x.ckpt'))} is a folder; a checkpoint is a file\. Choose another name\.$"
-    with pytest.raises(IsADirectoryError, match=expected):
-        StreamedCheckpointIO().save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt")
-
-
 def test_other_file_systems_are_left_to_lightning():
     plugin = StreamedCheckpointIO()
     plugin.save_checkpoint(CHECKPOINT, "memory://here/x.ckpt")
@@ -112,18 +96,20 @@ def test_other_file_systems_are_left_to_lightning():
     assert not MemoryFileSystem().exists("memory://here/x.ckpt")
 
 
-def test_what_it_does_not_take_are_the_errors_of_lightning(tmp_path):
-    plugin = StreamedCheckpointIO()
+def test_what_it_does_not_take_is_named(tmp_path):
+    plugin, path = StreamedCheckpointIO(), tmp_path / "x.ckpt"
     with pytest.raises(TypeError, match="`storage_options` arg is not supported for `StreamedCheckpointIO`"):
-        plugin.save_checkpoint(CHECKPOINT, tmp_path / "x.ckpt", storage_options={})
+        plugin.save_checkpoint(CHECKPOINT, path, storage_options={})
     with pytest.raises(FileNotFoundError, match=r"^Checkpoint file not found: .*x\.ckpt$"):
-        plugin.load_checkpoint(tmp_path / "x.ckpt")
-
-
-def test_a_damaged_file_is_named(tmp_path):
-    (tmp_path / "x.ckpt").write_bytes(b"no checkpoint")
+        plugin.load_checkpoint(path)
+    path.write_bytes(b"no checkpoint")
     with pytest.raises(CheckpointError, match=r"^x\.ckpt is damaged or not a checkpoint"):
-        StreamedCheckpointIO().load_checkpoint(tmp_path / "x.ckpt")
+        plugin.load_checkpoint(path)
+    path.unlink()
+    path.mkdir()
+    expected = rf"^{re.escape(str(path))} is a folder; a checkpoint is a file\. Choose another name\.$"
+    with pytest.raises(IsADirectoryError, match=expected):
+        plugin.save_checkpoint(CHECKPOINT, path)
 
 
 def test_a_place_for_the_tensors_is_left_to_lightning(tmp_path):

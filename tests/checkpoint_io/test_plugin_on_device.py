@@ -56,24 +56,11 @@ class SavesAfterABatch(pl.Callback):
         self.peak_bytes = device_module().max_memory_allocated() - pl_module.before
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("plugin", [TorchCheckpointIO, StreamedCheckpointIO])
-def test_saving_and_resuming_peak_at_the_states(make_trainer, tmp_path, plugin, precision):
-    def fit(max_steps, callbacks=(), **arguments):
-        model = Layers()
-        make_trainer(
-            accelerator=ACCELERATOR,
-            devices=1,
-            max_epochs=-1,
-            max_steps=max_steps,
-            plugins=[plugin()],
-            callbacks=list(callbacks),
-            precision=precision,
-        ).fit(model, **arguments)
-        return model
-
+def test_saving_and_resuming_peak_at_the_states(fit, tmp_path, plugin):
+    options = {"accelerator": ACCELERATOR, "devices": 1, "max_epochs": -1, "plugins": [plugin()]}
     saves = SavesAfterABatch()
-    fit(1, [saves])
-    resumed = fit(2, ckpt_path=tmp_path / "x.ckpt")
+    fit(Layers, saves, max_steps=1, **options)
+    resumed = fit(Layers, max_steps=2, ckpt_path=tmp_path / "x.ckpt", **options)
     assert STATE_BYTES <= saves.peak_bytes <= 1.1 * STATE_BYTES
     assert STATE_BYTES <= resumed.peak_bytes <= 1.1 * STATE_BYTES

@@ -44,10 +44,6 @@ def test_callbacks_that_copy_or_replace_parameters_are_refused(callback, reason,
         fit(Fused, callback, strategy=ForkingOffload())
 
 
-
-
-
-
 class OtherPrecision(Precision):
     pass
 

@@ -1,5 +1,6 @@
 """Files and folders that take another's place: whole at every moment, also for a process that is killed."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -7,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_vram.techniques.sharded_checkpoints import folder
 from lightning_vram.techniques.sharded_checkpoints.folder import (
     delete_leftovers,
+    naming_disk_errors,
     publish,
     recover,
     remove,
@@ -32,8 +35,6 @@ def read(path: Path) -> str:
 
 
 MAKERS = pytest.mark.parametrize("make", [make_file, make_folder])
-OTHER_MAKERS = pytest.mark.parametrize("make_other", [make_file, make_folder])
-WAYS = pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
 
 
 @pytest.fixture
@@ -46,8 +47,8 @@ def forbid_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @MAKERS
-@OTHER_MAKERS
-@WAYS
+@pytest.mark.parametrize("make_other", [make_file, make_folder])
+@pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
 def test_the_new_takes_the_place_of_the_old(
     path: Path, make: Callable, make_other: Callable, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
 ):
@@ -82,10 +83,6 @@ def test_removing_leaves_nothing(path: Path, make: Callable):
     assert list(path.parent.iterdir()) == []
 
 
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def kill_at_call(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, call: int) -> None:
     """Let the ``call``-th call kill the process after it is done."""
     real, calls = getattr(owner, name), []
@@ -94,7 +91,7 @@ def kill_at_call(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, call
         result = real(*arguments, **options)
         calls.append(name)
         if len(calls) == call:
-            kill()
+            os.kill(os.getpid(), signal.SIGKILL)
         return result
 
     monkeypatch.setattr(owner, name, count)
@@ -151,3 +148,12 @@ def test_a_process_that_is_killed_while_it_removes_leaves_no_half(path: Path, mo
     assert not path.exists()
     delete_leftovers(path)
     assert list(path.parent.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the /dev/full of Linux")
+def test_on_a_full_disk_torch_says_what_the_disk_says():
+    message = "No space left on device"
+    with Path("/dev/full").open("wb", buffering=0) as file, pytest.raises(OSError, match=message) as caught:
+        with naming_disk_errors():
+            torch.save({"a": torch.zeros(1000)}, file)
+    assert caught.value.errno == errno.ENOSPC

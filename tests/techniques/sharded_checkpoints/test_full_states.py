@@ -1,5 +1,6 @@
 """Whole states of sharded modules: the form of a plain module's, and back into the parts where they lie."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
+from torch.utils._pytree import tree_flatten
 
 from lightning_vram.techniques.sharded_checkpoints.states import (
     gather_module_state,
@@ -26,19 +28,15 @@ pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserW
 
 
 def assert_same_tree(one: Any, other: Any, tolerance: float = 0.0) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, dict):
-        assert list(one) == list(other)
-        for key in one:
-            assert_same_tree(one[key], other[key], tolerance)
-    elif isinstance(one, Tensor):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
-    elif isinstance(one, list):
-        for first, second in zip(one, other, strict=True):
-            assert_same_tree(first, second, tolerance)
-    else:
-        assert one == other
+    """Entries are in the same order, and of the same classes and values."""
+    ours, theirs = tree_flatten(one), tree_flatten(other)
+    assert ours[1] == theirs[1]
+    for first, second in zip(ours[0], theirs[0], strict=True):
+        assert type(first) is type(second)
+        if isinstance(first, Tensor):
+            torch.testing.assert_close(first, second, rtol=0, atol=tolerance)
+        else:
+            assert first == second
 
 
 def storages(net: nn.Module) -> list[int]:
@@ -121,29 +119,19 @@ def refuse_what_does_not_fit(folder: Path) -> None:
     assert not whole(net.head.bias).any()
 
 
-def test_what_is_gathered_is_what_a_plain_module_gives(tmp_path: Path):
-    run_ranks(2, gather_as_a_plain_module, tmp_path)
-
-
-def test_what_a_plain_module_gives_is_loaded_where_the_parts_are(tmp_path: Path):
-    run_ranks(2, load_in_place, tmp_path)
-
-
-def test_what_does_not_fit_is_named_on_every_rank_before_anything_changes(tmp_path: Path):
-    run_ranks(2, refuse_what_does_not_fit, tmp_path)
+@pytest.mark.parametrize("check", [gather_as_a_plain_module, load_in_place, refuse_what_does_not_fit])
+def test_states_of_two_ranks_are_those_of_a_plain_module_and_others_are_refused(tmp_path: Path, check: Any):
+    run_ranks(2, check, tmp_path)
 
 
 def test_gathered_states_are_copies(one_rank: None):
     net = make_net()
     optimizer = make_adamw(net)
     train(net, optimizer)
-    module_state, optimizer_state = gather_module_state(net), gather_optimizer_state(optimizer)
-    before = [t.clone() for t in (*(v for v in module_state.values() if isinstance(v, Tensor)), module_state["scale"])]
-    before += [state["exp_avg"].clone() for state in optimizer_state["state"].values()]
+    states = gather_module_state(net), gather_optimizer_state(optimizer)
+    before = copy.deepcopy(states)
     train(net, optimizer)
-    after = [*(v for v in module_state.values() if isinstance(v, Tensor)), module_state["scale"]]
-    after += [state["exp_avg"] for state in optimizer_state["state"].values()]
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert_same_tree(states, before)
 
 
 def test_names_of_wrappers_are_left_out_and_put_in(mesh: DeviceMesh):

@@ -51,17 +51,18 @@ def backward(net: nn.Module, seed: int = 0) -> Tensor:
     return loss.detach()
 
 
+def assert_computes_as(net: nn.Module, plain: nn.Module, *seeds: int, is_narrow: bool = False) -> None:
+    """Losses are the same, and the gradients of all backwards together."""
+    for seed in seeds:
+        with narrow_autocast(enabled=is_narrow):
+            losses = [loss_of(one, batch(seed)) for one in (net, plain)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        assert_same(gradients(net), gradients(plain))
+
+
 # --- what it computes ---
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("mode", MODES)
-def test_loss_and_gradients_are_those_of_the_plain_module(mesh, mode, reshard):
-    net, plain = make(), make()
-    with sharded(net, mode, reshard_after_forward=reshard):
-        for seed in range(2):  # the second is added to the first
-            assert torch.equal(backward(net, seed), backward(plain, seed))
-            assert_same(gradients(net), gradients(plain))
 
 
 def test_a_group_of_several_modules_ends_its_backward_once(mesh, monkeypatch):
@@ -76,34 +77,14 @@ def test_a_group_of_several_modules_ends_its_backward_once(mesh, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_under_autocast_narrow_weights_have_the_bits_of_the_plain_module(mesh, mode):
+def test_narrow_weights_have_the_bits_of_the_plain_module_under_autocast_and_without(mesh, mode):
     net, plain = make(), make()
     with sharded(net, mode, **narrow_options(net)) as sharding:
-        assert {str(flat_shard.dtype) for group in sharding.groups for flat_shard in group.flat_shards} == {
-            "torch.float32",  # of the norm
-            "torch.bfloat16",
-        }
-        for seed in range(2):
-            with narrow_autocast():
-                loss, expected = loss_of(net, batch(seed)), loss_of(plain, batch(seed))
-            assert torch.equal(loss, expected)
-            loss.backward()
-            expected.backward()
-            assert_same(gradients(net), gradients(plain))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_where_autocast_is_off_narrow_weights_come_in_float32(mesh, mode):
-    net, plain = make(), make()
-    with sharded(net, mode, **narrow_options(net)):
-        with narrow_autocast():
-            loss_of(net, batch(0)).backward()
-            loss_of(plain, batch(0)).backward()
-        assert torch.equal(backward(net, 1), backward(plain, 1))
-        assert_same(gradients(net), gradients(plain))
-        with narrow_autocast():
-            loss, expected = loss_of(net, batch(2)), loss_of(plain, batch(2))
-        assert torch.equal(loss, expected)
+        dtypes = {flat_shard.dtype for group in sharding.groups for flat_shard in group.flat_shards}
+        assert dtypes == {torch.float32, torch.bfloat16}  # float32 is the norm
+        assert_computes_as(net, plain, 0, 1, is_narrow=True)
+        assert_computes_as(net, plain, 2)
+        assert_computes_as(net, plain, 3, is_narrow=True)
 
 
 class Twice(Net):
@@ -186,23 +167,22 @@ class Buffers(Net):
         self.norm = nn.BatchNorm1d(WIDTH)
 
 
-KINDS = [Twice, InsideNet, Scalars, Tied, Frozen, Unused, Buffers, Compiled]
+KINDS = [Net, Twice, InsideNet, Scalars, Tied, Frozen, Unused, Buffers, Compiled]
 
 
-@pytest.mark.quick_sample(3)
-@pytest.mark.parametrize("mode", ["params", "optimizer apart"])
+@pytest.mark.quick_sample(8)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_networks_of_all_kinds(mesh, kind, mode):
-    net, plain = make(kind), make(kind)
-    with sharded(net, mode):
-        for seed in range(2):
-            assert torch.equal(backward(net, seed), backward(plain, seed))
-            assert_same(gradients(net), gradients(plain))
-    assert_same(weights(net), weights(plain))
+def test_loss_and_gradients_are_those_of_the_plain_module(mesh, kind, mode):
+    for reshard in (True, False):
+        net, plain = make(kind), make(kind)
+        with sharded(net, mode, reshard_after_forward=reshard):
+            assert_computes_as(net, plain, 0, 1)
+        assert_same(weights(net), weights(plain))
 
 
 def compare_kinds() -> None:
-    for kind in (*KINDS[:-1], Net):
+    for kind in KINDS[:-1]:
         for mode in MODES if kind in (Net, Twice) else ("params",):
             net, plain = make(kind), make(kind)
             with sharded(net, mode):
@@ -281,25 +261,33 @@ def test_two_ranks_compute_what_one_would(tmp_path):
     on_ranks(tmp_path, compare_kinds, compare_branches, compare_uneven)
 
 
-def test_a_graph_can_be_kept_and_gone_through_again(mesh):
+def keep_a_graph(net: nn.Module) -> None:
+    loss = loss_of(net, batch(0))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def interleave(net: nn.Module) -> None:
+    first, second = loss_of(net, batch(0)), loss_of(net, batch(1))
+    (first + second).backward()
+    first, second = loss_of(net, batch(2)), loss_of(net, batch(3))
+    second.backward()
+    first.backward()
+
+
+def freeze_and_thaw(net: nn.Module) -> None:
+    for seed, is_trained in enumerate((True, False, True)):
+        net.blocks[0].requires_grad_(is_trained)
+        net.head.bias.requires_grad_(not is_trained)
+        backward(net, seed)
+
+
+@pytest.mark.parametrize("use", [keep_a_graph, interleave, freeze_and_thaw])
+def test_forwards_and_backwards_may_come_as_they_like(mesh, use):
     net, plain = make(), make()
     with sharded(net):
         for each in (net, plain):
-            loss = loss_of(each, batch(0))
-            loss.backward(retain_graph=True)
-            loss.backward()
-        assert_same(gradients(net), gradients(plain))
-
-
-def test_two_forwards_may_come_before_one_backward_or_two(mesh):
-    net, plain = make(), make()
-    with sharded(net):
-        for each in (net, plain):
-            first, second = loss_of(each, batch(0)), loss_of(each, batch(1))
-            (first + second).backward()
-            first, second = loss_of(each, batch(2)), loss_of(each, batch(3))
-            second.backward()
-            first.backward()
+            use(each)
         assert_same(gradients(net), gradients(plain))
 
 
@@ -313,17 +301,6 @@ def test_hooks_after_the_accumulation_are_refused(mesh):
             backward(net, 0)
 
 
-def test_parameters_may_be_frozen_and_thawed_between_backwards(mesh):
-    net, plain = make(), make()
-    with sharded(net):
-        for seed, is_trained in enumerate((True, False, True)):
-            for each in (net, plain):
-                each.blocks[0].requires_grad_(is_trained)
-                each.head.bias.requires_grad_(not is_trained)
-                backward(each, seed)
-            assert_same(gradients(net), gradients(plain))
-
-
 # --- shards and their writers ---
 
 
@@ -334,12 +311,6 @@ def new_values(net: nn.Module) -> dict[str, Tensor]:
 
 def by_state_dict(net: nn.Module) -> None:
     net.load_state_dict(new_values(net))
-
-
-@torch.no_grad()
-def by_hand(net: nn.Module) -> None:
-    for name, value in new_values(net).items():
-        net.get_parameter(name).copy_(value)
 
 
 def by_data(net: nn.Module) -> None:
@@ -363,7 +334,7 @@ def all_at_once(net: nn.Module) -> None:
 
 @pytest.mark.quick_sample(3)
 @pytest.mark.parametrize("is_low_precision", [False, True])
-@pytest.mark.parametrize("write", [by_state_dict, by_hand, by_data, by_parts, all_at_once])
+@pytest.mark.parametrize("write", [by_state_dict, by_data, by_parts, all_at_once])
 @pytest.mark.parametrize("mode", MODES)
 def test_values_that_are_written_to_shards_count_from_the_next_forward(mesh, mode, write, is_low_precision):
     net, plain = make(), make(seed=1)
@@ -444,6 +415,7 @@ def all_hooks(net: nn.Module) -> list[int]:
     return [len(hooks) for part in net.modules() for key, hooks in sorted(vars(part).items()) if key.endswith("_hooks")]
 
 
+@pytest.mark.quick_sample(4)
 @pytest.mark.parametrize("is_used", [True, False])
 @pytest.mark.parametrize("kind", [Net, Scalars, Tied, Frozen, Buffers])
 @pytest.mark.parametrize("mode", ["params", "optimizer apart", "none"])
@@ -453,8 +425,7 @@ def test_removed_the_module_is_what_it_was(mesh, mode, kind, is_used):
     with sharded(net, mode) as sharding:
         shards = dict(net.named_parameters())
         if is_used:
-            backward(net)
-            backward(plain)
+            assert_computes_as(net, plain, 0)
         replaced = sharding.remove()
     assert describe_module(net) == before
     assert all_hooks(net) == hooks
@@ -467,11 +438,8 @@ def test_removed_the_module_is_what_it_was(mesh, mode, kind, is_used):
         id(shard): id(parameters[name]) for name, shard in changed.items()
     }
     assert_same(weights(net), weights(plain))
-    assert_same(gradients(net), gradients(plain))
     assert [p.requires_grad for p in net.parameters()] == [p.requires_grad for p in plain.parameters()]
-    for seed in (1, 2):
-        assert torch.equal(backward(net, seed), backward(plain, seed))
-    assert_same(gradients(net), gradients(plain))
+    assert_computes_as(net, plain, 1, 2)
     for one, other in zip(net.buffers(), plain.buffers(), strict=True):
         assert torch.equal(one, other)
 
@@ -494,42 +462,35 @@ def test_layers_that_the_user_has_sharded_stay_sharded(mesh):
     shard = net.blocks[1].up.weight
     with sharded(net) as sharding:
         assert all(p.sharded_param is not shard for group in sharding.groups for p in group.parameters)
-        assert torch.equal(backward(net), backward(plain))
-        assert_same(gradients(net), gradients(plain))
+        assert_computes_as(net, plain, 0)
     assert net.blocks[1].up.weight is shard
     assert isinstance(net.blocks[1], FSDPModule)
     assert not isinstance(net.blocks[0], FSDPModule)
-    assert torch.equal(backward(net, 1), backward(plain, 1))
+    assert_computes_as(net, plain, 1)
 
 
-@pytest.mark.parametrize("num_before", range(NUM_BLOCKS + 3))
-def test_an_error_in_the_midst_leaves_the_module_as_it_was(mesh, monkeypatch, num_before):
+@pytest.mark.parametrize(("name", "num_before"), [("fully_shard", 0), ("fully_shard", NUM_BLOCKS), ("take_over", 1)])
+def test_an_error_in_the_midst_leaves_the_module_as_it_was(mesh, monkeypatch, name, num_before):
     net, plain = make(), make()
     for each in (net, plain):
         turned = each.blocks[1].up.weight
         turned.data = turned.data.t().contiguous().t()
-    before, parameters = describe_module(net), dict(net.named_parameters())
-    left = [num_before]
+    before, parameters = describe_module(net), [(name, id(p)) for name, p in net.named_parameters()]
+    calls, real = [], getattr(apply, name)
 
-    def fail_at_last(shard: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not left[0]:
-                raise PlantedError
-            left[0] -= 1
-            return shard(*args, **kwargs)
+    def fail_at_last(*args: Any, **kwargs: Any) -> Any:
+        if len(calls) == num_before:
+            raise PlantedError
+        calls.append(args)
+        return real(*args, **kwargs)
 
-        return call
-
-    name = "fully_shard" if num_before < NUM_BLOCKS + 2 else "take_over"
-    left[0] = num_before if name == "fully_shard" else 1
-    monkeypatch.setattr(apply, name, fail_at_last(getattr(apply, name)))
+    monkeypatch.setattr(apply, name, fail_at_last)
     with pytest.raises(PlantedError), sharded(net):
         pytest.fail("it has an error")
     assert describe_module(net) == before
-    assert {name: id(p) for name, p in net.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+    assert [(name, id(p)) for name, p in net.named_parameters()] == parameters
     assert [p.stride() for p in net.parameters()] == [p.stride() for p in plain.parameters()]
-    assert torch.equal(backward(net), backward(plain))
-    assert_same(gradients(net), gradients(plain))
+    assert_computes_as(net, plain, 0)
 
 
 def remove_on_two() -> None:

@@ -83,7 +83,7 @@ def test_bytes_grow_with_the_budget_and_weights_stay_the_same(mesh):
     for seed in range(3):
         take_step(plain, reference, seed)
     before = 0
-    for budget_bytes in (*range(0, 16 * ALL, ALL // 2), 16 * ALL):
+    for budget_bytes in (*range(0, 16 * ALL, 2 * ALL), 16 * ALL):
         net = make()
         with hosted(net, device_bytes=budget_bytes) as host:
             optimizer = torch.optim.AdamW(net.parameters())
@@ -102,14 +102,6 @@ def test_bytes_grow_with_the_budget_and_weights_stay_the_same(mesh):
 def count_on_device(sharding):
     on_device = [group for group in sharding.groups if group.landing is None]
     return sum(flat_shard.shards.numel() for group in on_device for flat_shard in group.flat_shards)
-
-
-def test_nobody_waits_for_the_host_where_nothing_is_there(mesh):
-    with sharded(make(), device_bytes=1.0) as sharding:
-        assert sharding.landing is None
-        assert host_bytes_of(sharding) == 0
-    with sharded(make(), device_bytes=0.9) as sharding:
-        assert sharding.landing is not None
 
 
 def test_copies_may_be_kept_in_the_midst_of_training(mesh):

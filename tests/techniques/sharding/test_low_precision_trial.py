@@ -8,13 +8,13 @@ import pytest
 import torch
 from support.sharded_nets import Net, assert_same, batch, gradients, loss_of, make, on_ranks, sharded, weights
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.private_names.torch import SEE_INPUT, has_hooks
 from lightning_vram.techniques.mixed_precision.weight_casts import find_autocast_weights
 from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.apply import LayerCalls
+from lightning_vram.techniques.sharding.flat_shards import FlatShard
 from lightning_vram.techniques.sharding.grouping import find_named_weights, plan_sharding_groups
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -29,7 +29,7 @@ def narrow(net):
     }
 
 
-def train(net, num_steps, loss_of=loss_of):
+def train(net, num_steps):
     results = []
     for seed in range(num_steps):
         net.zero_grad()
@@ -40,49 +40,42 @@ def train(net, num_steps, loss_of=loss_of):
     return results
 
 
-def compare(kind, num_steps=3, tolerance=0.0, loss_of=loss_of):
-    """Train beside a plain net, and return the dtype in which each weight came at last."""
+def flat_shards_of(sharding):
+    return [flat_shard for group in sharding.groups for flat_shard in group.flat_shards]
+
+
+def compare(kind, num_steps=3, tolerance=0.0):
+    """Train beside a plain net, and return the names of weights that came in 16 bit at last."""
     net, plain = make(kind), make(kind)
     with sharded(net, **narrow(net)) as sharding:
-        for ours, theirs in zip(train(net, num_steps, loss_of), train(plain, num_steps, loss_of), strict=True):
+        for ours, theirs in zip(train(net, num_steps), train(plain, num_steps), strict=True):
             assert_same(ours, theirs, tolerance)
-        flat_shards = [
-            flat_shard for group in sharding.groups for flat_shard in group.flat_shards if not flat_shard.is_on_trial
-        ]
-        dtypes = {
-            parameter.name: flat_shard.transfer_dtype
-            for flat_shard in flat_shards
-            for parameter in flat_shard.parameters
-        }
+        decided = [flat_shard for flat_shard in flat_shards_of(sharding) if not flat_shard.is_on_trial]
+        narrow_ones = [flat_shard for flat_shard in decided if flat_shard.transfer_dtype is torch.bfloat16]
+        names = {parameter.name for flat_shard in narrow_ones for parameter in flat_shard.parameters}
     assert_same(weights(net), weights(plain))
-    return dtypes
-
-
-def narrow_names(dtypes):
-    return {name for name, dtype in dtypes.items() if dtype is torch.bfloat16}
+    return names
 
 
 def stock_weights(kind):
     return {name for name, _ in make(kind).named_parameters() if "norm" not in name}
 
 
-def test_stock_layers_are_narrow_from_the_second_batch(mesh):
-    net = make()
+def test_stock_layers_are_narrow_from_the_second_batch(mesh, monkeypatch):
+    net, seen, fetch = make(), [], FlatShard.fetch
     with sharded(net, **narrow(net)) as sharding:
-        seen = []
-        for group in sharding.groups:
-            for flat_shard in group.flat_shards:
-                if flat_shard.has_low_precision:
-                    plain_fetch = flat_shard.fetch
-                    flat_shard.fetch = lambda flat_shard=flat_shard, fetch=plain_fetch: (
-                        seen.append(flat_shard.transfer_dtype) or fetch()
-                    )
-        train(net, 1)
-        assert set(seen) == {torch.float32}
-        seen.clear()
-        train(net, 1)
-        assert set(seen) == {torch.bfloat16}
-    assert narrow_names(compare(Net)) == stock_weights(Net)
+        assert any(flat_shard.has_low_precision for flat_shard in flat_shards_of(sharding))
+
+        def note(flat_shard):
+            if flat_shard.has_low_precision:
+                seen.append(flat_shard.transfer_dtype)
+            return fetch(flat_shard)
+
+        monkeypatch.setattr(FlatShard, "fetch", note)
+        for dtype in (torch.float32, torch.bfloat16):
+            seen.clear()
+            train(net, 1)
+            assert set(seen) == {dtype}
 
 
 class Attention(nn.Module):
@@ -110,7 +103,7 @@ def test_attention_may_ask_for_dtypes_and_others_may_not(kind, mesh):
     for _ in range(2):
         with autocast():
             net(x).sum().backward()
-    flat_shards = [one for group in sharding.groups for one in group.flat_shards if one.has_low_precision]
+    flat_shards = [flat_shard for flat_shard in flat_shards_of(sharding) if flat_shard.has_low_precision]
     assert flat_shards
     assert not any(flat_shard.is_on_trial or flat_shard.needs_fp32 for flat_shard in flat_shards)
     sharding.remove(make_whole=False)
@@ -120,16 +113,12 @@ def test_gradients_that_are_kept_in_16_bit_do_not_keep_the_module(mesh):
     net = make()
     options = ShardingOptions(is_split=True, **narrow(net))
     sharding = FullSharding(net, mesh, plan_sharding_groups(net, min_params=100), options)
-    for seed in range(2):
-        net.zero_grad()
-        with autocast():
-            loss_of(net, batch(seed)).backward()
-    assert any(
-        parameter.low_precision_gradient is not None for group in sharding.groups for parameter in group.fsdp_params
-    )
+    train(net, 2)
+    parameters = [parameter for group in sharding.groups for parameter in group.fsdp_params]
+    assert any(parameter.low_precision_gradient is not None for parameter in parameters)
     sharding.remove(make_whole=False)
     module = weakref.ref(net)
-    del net, sharding
+    del net, sharding, parameters
     gc.collect()
     assert module() is None
 
@@ -180,6 +169,13 @@ class Adapted(Net):
         self.blocks[1] = Adapter()
 
 
+class Regularized(Penalized):
+    """Goes over all weights of a part."""
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()) + sum(p.square().mean() for p in self.down.parameters())
+
+
 class PenalizedThroughAVariable(Penalized):
     def forward(self, x):
         up = self.up
@@ -210,34 +206,11 @@ class PartlyWide(nn.Module):
             return self.down(h.float())
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        (PartlyWide, set()),
-        (Siamese, set()),
-        (CallsHeadTwice, stock_weights(Net) - {"head.weight", "head.bias"}),
-        (Penalized, {"up.bias", "down.weight", "down.bias"}),
-        (Clipped, set()),  # what is written in a step may be computed from the others
-        (Adapted, stock_weights(Adapted) - {"blocks.1.down.default.weight", "blocks.1.down.default.bias"}),
-        (Regularized, set()),
-        (ReadThroughAVariable, {"up.weight", "up.bias", "down.weight", "down.bias"}),  # autocast casts it
-        (PenalizedThroughAVariable, set()),
-        (WrittenByAHook, set()),
-    ],
-)
-def test_weights_that_need_32_bit_keep_them(mesh, kind, expected):
-    assert narrow_names(compare(kind)) == expected
-
-
 class Checkpointed(Net):
     def forward(self, x):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return self.head(self.norm(x))
-
-
-def test_a_checkpoint_is_no_second_use(mesh):
-    assert narrow_names(compare(Checkpointed)) == stock_weights(Net)
 
 
 class Compiled(Net):
@@ -253,10 +226,30 @@ class Compiled(Net):
         return self.head(self.norm(self.blocks[2](x)))
 
 
-def test_compiled_layers_are_left_whole(mesh):
+def without(kind, *prefixes):
+    return {name for name in stock_weights(kind) if not name.startswith(prefixes)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Net, stock_weights(Net)),
+        (PartlyWide, set()),
+        (Siamese, set()),
+        (CallsHeadTwice, without(Net, "head")),
+        (Penalized, without(Penalized, "up.weight")),
+        (Clipped, set()),  # what is written in a step may be computed from the others
+        (Adapted, without(Adapted, "blocks.1.down.default")),
+        (Regularized, set()),
+        (PenalizedThroughAVariable, set()),
+        (WrittenByAHook, set()),
+        (Checkpointed, stock_weights(Net)),  # it is no second use
+        (Compiled, without(Compiled, "blocks.1.")),
+    ],
+)
+def test_weights_that_need_32_bit_keep_them_and_no_others(mesh, kind, expected):
     torch._dynamo.reset()  # other tests have compiled the same code for layers of other kinds
-    wide = {name for name in stock_weights(Compiled) if name.startswith("blocks.1.")}
-    assert narrow_names(compare(Compiled, tolerance=1e-3)) == stock_weights(Compiled) - wide
+    assert compare(kind, tolerance=1e-3 if kind is Compiled else 0.0) == expected
 
 
 class Late(Net):
@@ -272,15 +265,11 @@ class Late(Net):
 def test_layers_that_are_called_more_often_later_are_told_of_and_widened(mesh):
     net, plain = make(Late), make(Late)
     with sharded(net, **narrow(net)):
-        for is_told, is_equal in [(False, True), (False, True), (True, False), (False, True)]:
-            message = "was called more often before a backward than in earlier batches"
-            if is_told:
-                with pytest.warns(UserWarning, match=message):
-                    (ours,) = train(net, 1)
-            else:
-                (ours,) = train(net, 1)
-            (theirs,) = train(plain, 1)
-            assert_same(ours, theirs, 0.0 if is_equal else 0.02)
+        assert_same(*(train(one, 2)[1] for one in (net, plain)))
+        with pytest.warns(UserWarning, match="was called more often before a backward than in earlier batches"):
+            (ours,) = train(net, 1)
+        assert_same(ours, train(plain, 1)[0], 0.02)
+        assert_same(*(train(one, 1)[0] for one in (net, plain)))
 
 
 class Branching(Net):
@@ -296,30 +285,8 @@ class Branching(Net):
 
 
 def test_a_layer_that_was_not_used_yet_waits_for_its_turn(mesh):
-    unused = {f"blocks.2.{name}" for name, _ in make().blocks[2].named_parameters()}
-    assert narrow_names(compare(Branching, num_steps=2)) == stock_weights(Net) - unused
-    assert narrow_names(compare(Branching, num_steps=4)) == stock_weights(Net)
-
-
-class Rarely(Penalized):
-    """Calls its first layer in the third batch only, and then twice."""
-
-    num_batches = 0
-
-    def forward(self, x):
-        self.num_batches += 1
-        h = self.up(x) + self.up(x + 1) if self.num_batches == 3 else F.pad(x, (0, 3))
-        return self.down(h)
-
-
-def test_a_layer_that_was_not_used_yet_is_counted_on(mesh):
-    net, plain = make(Rarely), make(Rarely)
-    with sharded(net, **narrow(net)):
-        train(net, 2), train(plain, 2)
-        with pytest.warns(UserWarning, match="was called more often before a backward than in earlier batches"):
-            train(net, 1)
-        train(plain, 1)
-        assert_same(*(train(each, 1)[0] for each in (net, plain)))
+    assert compare(Branching, num_steps=2) == without(Net, "blocks.2.")
+    assert compare(Branching, num_steps=4) == stock_weights(Net)
 
 
 class WrittenLate(Penalized):
@@ -359,26 +326,16 @@ class TwiceOnOne(Penalized):
 
 
 def agree_on_width():
-    net = make(TwiceOnOne)
-    with sharded(net, **narrow(net)) as sharding:
-        train(net, 3)
-        (flat_shard,) = (flat_shard for group in sharding.groups for flat_shard in group.flat_shards)
-        assert flat_shard.transfer_dtype is torch.float32
-
-
-def agree_on_narrowness():
-    net = make()
-    with sharded(net, **narrow(net)) as sharding:
-        train(net, 3)
-        flat_shards = [
-            flat_shard for group in sharding.groups for flat_shard in group.flat_shards if flat_shard.has_low_precision
-        ]
-        assert flat_shards
-        assert {flat_shard.transfer_dtype for flat_shard in flat_shards} == {torch.bfloat16}
+    for kind, dtype in ((TwiceOnOne, torch.float32), (Net, torch.bfloat16)):
+        net = make(kind)
+        with sharded(net, **narrow(net)) as sharding:
+            train(net, 3)
+            flat_shards = [flat_shard for flat_shard in flat_shards_of(sharding) if flat_shard.has_low_precision]
+            assert {flat_shard.transfer_dtype for flat_shard in flat_shards} == {dtype}
 
 
 def test_ranks_agree(tmp_path):
-    on_ranks(tmp_path, agree_on_width, agree_on_narrowness)
+    on_ranks(tmp_path, agree_on_width)
 
 
 def test_hooks_that_count_calls_do_not_keep_a_layer_from_being_tiled():

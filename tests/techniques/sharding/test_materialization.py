@@ -50,15 +50,6 @@ def test_values_are_distributed_as_those_of_a_model_that_is_built_with_memory(na
     assert compute_loss(name, model, make_inputs(name)).isfinite()
 
 
-def test_positions_that_are_computed_and_not_drawn_are_those_of_the_plain_model():
-    """An encoder of transformers fills the weights of a child that has an initializer itself."""
-    plain, model = make_model("whisper"), on_meta(ARCHITECTURES["whisper"])
-    name = "model.encoder.embed_positions"
-    materialize(model.get_submodule(name), seed=0, model=model)
-    assert torch.equal(model.get_submodule(name).weight, plain.get_submodule(name).weight)
-    assert has_meta(model)
-
-
 def test_values_depend_on_the_seed_and_the_names_only():
     whole, parts, other = (on_meta(TinyLM) for _ in range(3))
     materialize(whole, seed=3)
@@ -87,22 +78,18 @@ def test_what_has_values_keeps_them():
     assert all(torch.equal(tensor, before[name]) for name, tensor in values_of(model).items())
 
 
-def test_tied_parameters_stay_tied_and_keep_their_first_values():
-    model = on_meta(lambda: TinyLM(is_tied=True))
-    materialize(model.embedding, seed=0, model=model)
-    before = model.embedding.weight.clone()
-    assert model.head.weight is model.embedding.weight
-    materialize(model, seed=0)
-    assert model.head.weight is model.embedding.weight
-    assert torch.equal(model.head.weight, before)
-
-
-def test_a_head_of_transformers_that_the_user_has_untied_stays_untied():
-    """Their ``init_weights`` would tie it again."""
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_tied_parameters_stay_tied_and_untied_ones_untied(is_tied):
+    """``init_weights`` of transformers would tie them again."""
     model = on_meta(ARCHITECTURES["tied_llama"])
-    model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+    embedding = model.model.embed_tokens
+    if not is_tied:
+        model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+    materialize(embedding, seed=0, model=model)
+    before = embedding.weight.clone()
     materialize(model, seed=0)
-    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert (model.lm_head.weight is embedding.weight) == is_tied
+    assert torch.equal(embedding.weight, before)
 
 
 def test_buffers_get_values_whether_they_are_saved_or_not():

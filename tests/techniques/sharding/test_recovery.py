@@ -1,14 +1,12 @@
 """FSDP2 models after a failed forward or backward: the next one gives what it would have given."""
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support.sharded_nets import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -135,23 +133,10 @@ def recover(how: How, where: str) -> None:
         torch.testing.assert_close(actual[name], gradient, rtol=0, atol=1e-12, msg=name)
 
 
-def run_rank(rank: int, path: str, world_size: int, check: Callable[..., None], args: tuple[object, ...]) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", world_size), rank=rank, world_size=world_size)
-    check(*args)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def on_ranks(path: Path, world_size: int, check: Callable[..., None], *args: object) -> None:
-    mp.start_processes(run_rank, (str(path), world_size, check, args), nprocs=world_size, start_method="fork")
-
-
 HOWS = {
     "whole layers": How(),
     "kept after the forward": How(reshard=False),
-    "parts of layers": How(parts=True),
     "kept parts": How(parts=True, reshard=False, num_before=1),
-    "gradients from before": How(num_before=2),
     "mixed precision": How(dtype=torch.float32, num_before=1),
     "several roots": How(is_wrapped=True, parts=True),
 }
@@ -163,22 +148,10 @@ HOWS = {
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_next_gradients_are_those_without_a_failure(tmp_path, world_size, how, where):
-    on_ranks(tmp_path, world_size, recover, HOWS[how], where)
+    def check() -> None:
+        recover(HOWS[how], where)
 
-
-@needs_recovery
-def test_gradients_that_were_not_reduced_are_dropped(one_rank):
-    model = build(How(dtype=torch.float32))
-    expected = build(How(dtype=torch.float32))
-    model.set_requires_gradient_sync(False)
-    run(model, batch=1)
-    assert any(parameter.unsharded_accumulated_grad is not None for parameter in sharded_parameters(model))
-    fail(model, "forward")
-    discard_failed_iteration(model)
-    model.set_requires_gradient_sync(True)
-    run(model, batch=2)
-    run(expected, batch=2)
-    assert all(torch.equal(gradient, shards(expected)[name]) for name, gradient in shards(model).items())
+    on_ranks(tmp_path, check, num_ranks=world_size)
 
 
 @needs_recovery

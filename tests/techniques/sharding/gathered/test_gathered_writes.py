@@ -34,16 +34,12 @@ def write_data(weight):
     weight.data.mul_(0.5)
 
 
-def copy_data(weight):
-    weight.data.copy_(weight.data * 0.5)
-
-
 @torch.no_grad()
 def write(weight):
     weight.mul_(0.5)
 
 
-WAYS = {"data =": set_data, "data.mul_": write_data, "data.copy_": copy_data, "mul_": write}
+WAYS = {"data =": set_data, "data.mul_": write_data, "mul_": write}
 
 
 class Writing(Net):
@@ -59,12 +55,12 @@ class Writing(Net):
         return super().forward(x)
 
 
-def compare_writes(way, mode="params", num_steps=3):
-    net, plain = make(partial(Writing, way)), make(partial(Writing, way))
+def compare_steps(kind, mode="params"):
+    net, plain = make(kind), make(kind)
     optimizer, plain_optimizer = SGD(net.parameters(), 0.1), SGD(plain.parameters(), 0.1)
     with hosted(net, mode) as host:
         host.attach([optimizer])
-        for seed in range(num_steps):
+        for seed in range(3):
             take_step(net, optimizer, seed)
             take_step(plain, plain_optimizer, seed)
         during = weights(net)
@@ -77,19 +73,16 @@ def compare_writes(way, mode="params", num_steps=3):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("way", WAYS)
 def test_writes_count_as_in_a_plain_run(mesh, way, mode):
-    compare_writes(WAYS[way], mode)
+    compare_steps(partial(Writing, WAYS[way]), mode)
 
 
-def write_on_two_data():
-    compare_writes(write_data)
-
-
-def set_on_two():
-    compare_writes(set_data)
+def write_on_two_ranks():
+    for way in (write_data, set_data):
+        compare_steps(partial(Writing, way))
 
 
 def test_on_two_ranks_each_keeps_its_part(tmp_path):
-    on_ranks(tmp_path, write_on_two_data, set_on_two)
+    on_ranks(tmp_path, write_on_two_ranks)
 
 
 class Renormed(nn.Module):
@@ -103,14 +96,7 @@ class Renormed(nn.Module):
 
 
 def test_an_embedding_with_a_largest_norm_is_right_on_one_rank(mesh):
-    net, plain = make(Renormed), make(Renormed)
-    optimizer, plain_optimizer = SGD(net.parameters(), 0.1), SGD(plain.parameters(), 0.1)
-    with hosted(net) as host:
-        host.attach([optimizer])
-        for seed in range(3):
-            take_step(net, optimizer, seed)
-            take_step(plain, plain_optimizer, seed)
-    assert_same(weights(net), weights(plain))
+    compare_steps(Renormed)
 
 
 def refuse_largest_norm():
@@ -124,10 +110,6 @@ def refuse_largest_norm():
         host.attach([optimizer])
         with pytest.raises(RuntimeError, match=message):
             take_step(net, optimizer)
-
-
-def test_an_embedding_with_a_largest_norm_is_refused_on_two_ranks(tmp_path):
-    on_ranks(tmp_path, refuse_largest_norm)
 
 
 class ByOptimizer(Net):
@@ -197,5 +179,5 @@ def step_by_a_foreign_optimizer():
     assert_same(weights(net), weights(plain), 1e-6)
 
 
-def test_writes_between_a_backward_and_a_foreign_step_count_on_two_ranks(tmp_path):
-    on_ranks(tmp_path, step_by_a_foreign_optimizer)
+def test_on_two_ranks_writes_count_in_a_foreign_step_and_a_largest_norm_is_refused(tmp_path):
+    on_ranks(tmp_path, step_by_a_foreign_optimizer, refuse_largest_norm)

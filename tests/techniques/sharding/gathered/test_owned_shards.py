@@ -20,10 +20,10 @@ VALUES = torch.arange(6.0).view(3, 2)
 class Owner:
     """Writes to its shard late, as a step does, when somebody wants to use it."""
 
-    used = None
+    is_late = True
 
-    def __init__(self, shard, is_late=False):
-        self.local, self.is_late = shard._local_tensor.detach(), is_late
+    def __init__(self, shard):
+        self.local = shard._local_tensor.detach()
         self.num_uses = self.num_writes = 0
 
     def before_use(self, tensor):
@@ -37,19 +37,18 @@ class Owner:
 
 
 @pytest.fixture
-def shard(mesh):
-    parameter = nn.Parameter(distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)]))
-    own(parameter, Owner(parameter))
-    return parameter
-
-
-@pytest.fixture
 def late(mesh):
     """A shard, and its owner, which has yet to write to it."""
     parameter = nn.Parameter(distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)]))
-    owner = Owner(parameter, is_late=True)
+    owner = Owner(parameter)
     own(parameter, owner)
     return parameter, owner
+
+
+@pytest.fixture
+def shard(late):
+    late[1].is_late = False
+    return late[0]
 
 
 @torch.no_grad()

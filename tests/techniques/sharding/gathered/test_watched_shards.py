@@ -2,13 +2,11 @@
 
 import copy
 import gc
-import pickle
 import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
-from support.helpers import PlantedError
 from support.shard_reads import NEW, READS, save, values_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -32,28 +30,21 @@ class Write:
 
 
 @pytest.fixture
-def shard(mesh) -> DTensor:
-    return distribute_tensor(torch.full((4, 3), OLD), mesh, [Shard(0)])
-
-
-@pytest.fixture
-def parameter(shard) -> DTensor:
-    return nn.Parameter(shard)
+def parameter(mesh) -> DTensor:
+    return nn.Parameter(distribute_tensor(torch.full((4, 3), OLD), mesh, [Shard(0)]))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-@pytest.mark.parametrize("what", ["shard", "parameter"])
-def test_every_way_to_read_gives_what_was_written(request, what, read):
-    tensor = request.getfixturevalue(what)
-    write = Write(tensor)
-    watch([tensor], write)
-    assert isinstance(tensor, OwnedTensor)
-    result = values_of(read(tensor))
+def test_every_way_to_read_gives_what_was_written(parameter, read):
+    write = Write(parameter)
+    watch([parameter], write)
+    assert isinstance(parameter, OwnedTensor)
+    result = values_of(read(parameter))
     assert torch.equal(result, torch.full_like(result, NEW))
     assert write.num_calls == 1
-    assert type(tensor) is DTensor
-    read(tensor)
+    assert type(parameter) is DTensor
+    read(parameter)
     assert write.num_calls == 1
 
 
@@ -66,18 +57,13 @@ def test_a_write_comes_after_the_one_under_way(parameter, change):
 
 
 SCALAR_USES: dict[str, Callable[[Tensor], object]] = {
-    "operator": lambda t: t + 0,
-    "right operand": lambda t: 2 * t / 2,
+    "operator": lambda t: 2 * t / 2,
     "foreach": lambda t: torch._foreach_mul([t], 1.0)[0],
-    "item": lambda t: t.item(),
     "float": float,
     "text": lambda t: float(f"{t}"),
     "numpy": lambda t: t.numpy(),
     "data": lambda t: t.data,
-    "detach": lambda t: t.detach(),
-    "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
     "torch.save": save,
 }
 
@@ -109,15 +95,6 @@ def test_a_second_watch_takes_the_place_of_the_first(parameter):
     watch([parameter], write)
     parameter.to_local()
     assert write.num_calls == 1
-
-
-def test_an_error_of_the_writer_reaches_the_reader(parameter):
-    def fail() -> None:
-        raise PlantedError
-
-    watch([parameter], fail)
-    with pytest.raises(PlantedError):
-        parameter.norm()
 
 
 def test_tensors_that_are_watched_can_die_and_what_waits_for_them_with_them(mesh):
