@@ -1,6 +1,6 @@
-"""Run by torchrun in test_fsdp_offload_restarts.py: trains, and kills one of its ranks in the first attempt.
+"""Run by torchrun in test_strategy_restarts.py: trains, and kills one of its ranks in the first attempt.
 
-Arguments: folder for checkpoints, their kind, and where the rank dies: in a "step" or in a "save".
+Arguments: folder for checkpoints, and their kind.
 """
 
 import os
@@ -15,10 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
-from lightning_vram.techniques.sharded_checkpoints import folder as sharded_folder
 
 NUM_STEPS = 6
-_IS_FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
 class Regression(pl.LightningModule):
@@ -45,27 +43,13 @@ class KillInStep(pl.Callback):
     """Rank 1 dies in the midst of training, after the checkpoint of step 2."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *unused: object) -> None:
-        if _IS_FIRST and trainer.global_rank == 1 and trainer.global_step == 3:
+        is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if is_first and trainer.global_rank == 1 and trainer.global_step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_in_save() -> None:
-    """Rank 0 dies in the second save, when all is written and nothing is under its name."""
-    publish, calls = sharded_folder.publish, []
-
-    def killing_publish(temporary: Path, path: Path) -> None:
-        calls.append(path)
-        if len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        publish(temporary, path)
-
-    sharded_folder.publish = killing_publish
-
-
-def main(folder: Path, kind: str, dies_in: str) -> None:
+def main(folder: Path, kind: str) -> None:
     """Fit, from the last checkpoint if there is one, and let rank 0 write down how it went."""
-    if dies_in == "save" and _IS_FIRST:
-        kill_in_save()
     last = folder / "last.ckpt"
     resumes = last.exists()
     torch.manual_seed(0)
@@ -79,7 +63,7 @@ def main(folder: Path, kind: str, dies_in: str) -> None:
         enable_model_summary=False,
         use_distributed_sampler=False,
         callbacks=[
-            *([KillInStep()] if dies_in == "step" else []),
+            KillInStep(),
             ModelCheckpoint(dirpath=folder, save_last=True, every_n_train_steps=2, save_top_k=0),
         ],
     )
@@ -91,4 +75,4 @@ def main(folder: Path, kind: str, dies_in: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,13 +1,12 @@
 """Lightning's averages of weights under ``fsdp_offload`` are those of a plain run, as shards on the host."""
 
 import re
-import threading
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LearningRateFinder, WeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from mutations.sharding import late_threads
 from support.helpers import ForkingOffload, PlantedError, assert_equal_weights
@@ -166,19 +165,6 @@ def test_a_run_goes_on_from_its_checkpoint(first, second, train, tmp_path):
     assert resumed.seen == unbroken.seen[1:]
 
 
-def test_a_full_checkpoint_is_that_of_a_plain_run(train, tmp_path):
-    files = []
-    for kind in ("full", "plain"):
-        train(Saving, KINDS[kind](), AVERAGES["EMA"])
-        files.append(torch.load(tmp_path / "first.ckpt"))
-    ours, plain = files
-    assert ours.keys() == plain.keys()
-    for key in ("state_dict", "current_model_state", "averaging_state"):
-        assert list(ours[key]) == list(plain[key])
-        assert {type(value) for value in ours[key].values()} == {torch.Tensor}
-        assert all(torch.equal(ours[key][name], plain[key][name]) for name in plain[key])
-
-
 class Counted(Net):
     """Counts the bytes of its average, each memory once."""
 
@@ -265,29 +251,3 @@ def test_a_module_that_has_grown_since_it_was_copied_is_refused(fit):
     )
     with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
         fit(Net, EMAWeightAveraging(), Growing(), strategy=ForkingOffload())
-
-
-def test_an_average_moves_in_the_thread_that_steps(train):
-    threads = set()
-
-    def average(ours: torch.Tensor, theirs: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        threads.add(threading.current_thread().name)
-        return ours + (theirs - ours) * 0.5
-
-    train(Images, ForkingOffload(), partial(WeightAveraging, avg_fn=average))
-    assert "stepping optimizers" in threads  # scalars and buffers move at once
-
-
-class Searched(Net):
-    lr = 1e-3
-
-
-def test_a_search_for_the_learning_rate_goes_back_to_where_it_began(fit):
-    models = []
-    for strategy in (ForkingOffload(), "auto"):
-        callback = AVERAGES["EMA"]()
-        search = LearningRateFinder(num_training_steps=3, early_stop_threshold=None, update_attr=False)
-        models.append(fit(Searched, callback, search, strategy=strategy))
-        vars(models[-1])["average"] = average_of(callback)
-        leave_group()
-    check_weights(*models)

@@ -8,7 +8,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from lightning.fabric.plugins.environments import LightningEnvironment
 from support.ports import find_free_port
 
@@ -61,11 +60,6 @@ def test_the_host_is_always_reached_over_gloo(device: str, backend: str):
     assert default_backend(torch.device(device)) == backend
 
 
-def test_a_device_without_a_backend_is_refused():
-    with pytest.raises(ValueError, match=r"^Default backend not registered for device : meta$"):
-        default_backend(torch.device("meta"))
-
-
 def test_the_group_is_made_once_and_destroyed_at_exit(port: int, at_exit: list[Callable[[], None]]):
     connect(Environment(0, 1, port), "gloo", timeout=LONG, device=CPU)
     assert (dist.get_backend(), dist.get_world_size(), dist.get_rank()) == ("gloo", 1, 0)
@@ -99,16 +93,3 @@ def test_a_rank_that_never_comes_is_an_error_after_the_timeout(port: int):
     with pytest.raises(LostPeerError, match=message):
         connect(Environment(0, 2, port), "gloo", timeout=SHORT, device=CPU)
     assert not dist.is_initialized()
-
-
-def sum_ranks(rank: int, port: int) -> None:
-    connect(Environment(rank, 2, port), "gloo", timeout=LONG, device=CPU)
-    total = torch.tensor([rank + 1])
-    dist.all_reduce(total)
-    assert total == 3
-    leave_group()
-
-
-@pytest.mark.distributed
-def test_two_ranks_meet(port: int):
-    mp.start_processes(sum_ranks, (port,), nprocs=2, start_method="fork")

@@ -110,25 +110,6 @@ def test_on_the_device_moments_are_float32(form, fit_layers):
     assert_equal_weights(ours, expected)
 
 
-class Written(Layers):
-    """Leaves its weights in a file: several ranks train in processes of their own."""
-
-    def on_train_end(self) -> None:
-        self.trainer.strategy._finish_steps()
-        weights = {name: parameter.full_tensor().detach() for name, parameter in self.named_parameters()}
-        if self.trainer.is_global_zero:
-            arguments = self.trainer.strategy.arguments
-            torch.save(weights, f"{self.trainer.default_root_dir}/{arguments.host_state} {arguments.master}.pt")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_two_ranks_train_to_the_same_bits(form, fit_layers, tmp_path):
-    for master in ("split", "fp32"):
-        fit_layers(partial(Written, num_batches=6), {"host_state": form, "master": master}, devices=2)
-    split, plain = (torch.load(tmp_path / f"{form} {master}.pt") for master in ("split", "fp32"))
-    assert all(torch.equal(split[name], plain[name]) for name in plain)
-
-
 # --- checkpoints ---
 
 
@@ -196,23 +177,6 @@ def test_a_full_checkpoint_is_one_of_a_plain_run(form, fit, fit_layers, tmp_path
     assert model.kinds == {torch.float32}
     for ours, theirs in zip(model.states, saved.states, strict=True):
         assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
-
-
-class Loading(Layers):
-    """Loads the states that it has itself, by way of ``torch.optim``."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx in (2, 4):
-            optimizer = self.trainer.optimizers[0]
-            optimizer.load_state_dict(optimizer.state_dict())
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_states_that_code_loads_change_nothing(form, fit_layers, tmp_path):
-    expected = fit_layers(partial(Layers, num_batches=6), {"host_state": form})
-    for offload in ({}, {"nvme_path": tmp_path}):
-        ours = fit_layers(partial(Loading, num_batches=6), {"host_state": form, **offload})
-        assert_equal_weights(ours, expected)
 
 
 # --- around a run ---

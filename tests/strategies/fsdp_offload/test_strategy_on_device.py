@@ -9,17 +9,15 @@ import pytest
 import torch
 from support.devices import ACCELERATOR, allocate_workspaces, at_size, device_module
 from support.helpers import assert_equal_weights, saved_bytes
-from support.micro_batching_models import NotesSizes, with_sizes
 from support.offload_nets import MODES, FusedCNN, Split, adamw
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_vram import LeanMixedPrecision, MicroBatching
+from lightning_vram import LeanMixedPrecision
 from lightning_vram.core.host import memory
 from lightning_vram.core.host.memory import make_host_tensor
 from lightning_vram.demos import ByteGPT
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
-from lightning_vram.techniques.sharding import can_recover
 
 pytestmark = [pytest.mark.device, pytest.mark.distributed]
 NUM_LAYERS, WIDTH, LENGTH = 8, 512, 16
@@ -189,44 +187,6 @@ def test_narrow_weights_and_gradients_are_half_as_many_bytes(fit):
     assert wide.num_bytes("DtoH") == pytest.approx(4 * (num_narrow + num_wide), rel=0.01)
     assert narrow.num_bytes("HtoD") <= 0.55 * wide.num_bytes("HtoD")
     assert wide.num_bytes("HtoD") <= 8.5 * (num_narrow + num_wide)  # for the forward, and for the backward
-
-
-class LitWide(pl.LightningModule):
-    """Next to no parameters, and 1 KiB for each map of a sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(12)))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).float().square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return adamw(self.parameters())
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(torch.randn(3 * NUM_SAMPLES, 256), batch_size=NUM_SAMPLES)
-
-
-@pytest.mark.skipif(not can_recover(), reason="MicroBatching('auto') under FSDP2 needs torch 2.13")
-def test_a_batch_that_does_not_fit_is_split(fit):
-    total = device_module().get_device_properties(0).total_memory
-    gc.collect()
-    device_module().empty_cache()
-    device_module().reset_peak_memory_stats()
-    fit(LitWide, "params", MicroBatching(NUM_SAMPLES // 4))
-    quarter_bytes = device_module().max_memory_reserved()
-    gc.collect()
-    device_module().empty_cache()
-    device_module().set_per_process_memory_fraction(min(1.0, (quarter_bytes + NUM_SAMPLES * 1024) / total))
-    callback = MicroBatching(regrow_after_n_batches=None)
-    notes = NotesSizes(callback)
-    try:
-        actual = fit(LitWide, "params", callback, notes)
-    finally:
-        device_module().set_per_process_memory_fraction(1.0)
-    assert max(notes.sizes) < NUM_SAMPLES
-    assert_equal_weights(fit(LitWide, "params", with_sizes(notes.sizes)), actual)  # a later batch may be cut again
 
 
 @pytest.mark.gpu

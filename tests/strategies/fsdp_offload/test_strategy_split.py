@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.compiled_codecs import coded_in_c, compiled, needs_compiler
 from support.helpers import assert_equal_weights
 from support.host_layers import Layers, exceptions, host_bytes
 from support.offload_nets import MODES, leave_group
@@ -60,19 +59,6 @@ def check(split: nn.Module, plain: nn.Module) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_weights_and_gradients_are_the_same_to_the_bit(optimizer, options, fit_both):
     fit_both(partial(Layers, optimizer, num_batches=16), **options)
-
-
-@needs_compiler
-@pytest.mark.usefixtures("_small_parts")
-@pytest.mark.quick_sample(2)
-@pytest.mark.parametrize("form", ["fp32", "bf16", "8bit"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_steps_in_c_have_the_same_bits(options, form, fit_layers):
-    make, offload = partial(Layers, OPTIMIZERS["AdamW"], num_batches=16), {"host_state": form}
-    with coded_in_c() as stepped:
-        split = fit_layers(make, {"master": "split", **offload}, **options)
-    check(split, fit_layers(make, offload, **options))
-    assert bool(stepped) == compiled().has_step
 
 
 @pytest.mark.quick_sample(1)
@@ -221,11 +207,13 @@ class Written(Handled):
             torch.save(weights, f"{self.trainer.default_root_dir}/{self.trainer.strategy.arguments.master}.pt")
 
 
-@pytest.mark.quick_sample(1)
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.01}, {"accumulate_grad_batches": 2}])
-def test_two_ranks_train_to_the_same_bits(options, fit_layers, tmp_path):
+@pytest.mark.parametrize("form", ["8bit", "bf16", "fp32"])
+def test_two_ranks_train_to_the_same_bits(form, options, fit_layers, tmp_path):
     for master in ("split", "fp32"):
-        fit_layers(partial(Written, num_batches=12), {"master": master}, devices=2, **options)
+        offload = {"master": master, "host_state": form}
+        fit_layers(partial(Written, num_batches=12), offload, devices=2, **options)
     split, plain = (torch.load(tmp_path / f"{master}.pt") for master in ("split", "fp32"))
     assert split.keys() == plain.keys()
     assert all(torch.equal(split[name], plain[name]) for name in plain)

@@ -152,8 +152,10 @@ def test_a_process_that_is_killed_while_it_removes_leaves_no_half(path: Path, mo
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the /dev/full of Linux")
 def test_on_a_full_disk_torch_says_what_the_disk_says():
-    message = "No space left on device"
-    with Path("/dev/full").open("wb", buffering=0) as file, pytest.raises(OSError, match=message) as caught:
-        with naming_disk_errors():
-            torch.save({"a": torch.zeros(1000)}, file)
+    with (
+        Path("/dev/full").open("wb", buffering=0) as file,
+        pytest.raises(OSError, match="No space left on device") as caught,
+        naming_disk_errors(),
+    ):
+        torch.save({"a": torch.zeros(1000)}, file)
     assert caught.value.errno == errno.ENOSPC

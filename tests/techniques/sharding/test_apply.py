@@ -96,23 +96,6 @@ class Twice(Net):
         return checkpoint(lambda x: self.head(self.norm(self.blocks[2](x))), x, use_reentrant=False)
 
 
-class Inside(nn.Module):
-    """Checkpoints a part of itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=False)
-
-
-class InsideNet(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Inside() for _ in range(NUM_BLOCKS))
-
-
 class Compiled(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +150,7 @@ class Buffers(Net):
         self.norm = nn.BatchNorm1d(WIDTH)
 
 
-KINDS = [Net, Twice, InsideNet, Scalars, Tied, Frozen, Unused, Buffers, Compiled]
+KINDS = [Net, Twice, Scalars, Tied, Frozen, Unused, Buffers, Compiled]
 
 
 @pytest.mark.quick_sample(8)
@@ -387,22 +370,6 @@ def test_meta_layers_get_values_group_by_group(mesh):
         again = Net()
     with sharded(again, seed=3):
         assert_same(weights(again), first)
-
-
-def test_dtypes_may_be_mixed_in_a_group(mesh):
-    def build() -> Net:
-        net = make()
-        net.blocks[0].down.double()
-        net.blocks[0].forward = lambda x, block=net.blocks[0]: x + block.down(block.up(x).double()).float()
-        return net
-
-    net, plain = build(), build()
-    net.blocks[0].forward.__defaults__ = (net.blocks[0],)
-    with sharded(net) as sharding:
-        assert len(sharding.groups[1].flat_shards) == 2
-        backward(net)
-        backward(plain)
-        assert_same(gradients(net), gradients(plain))
 
 
 # --- pinned memory ---

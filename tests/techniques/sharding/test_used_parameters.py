@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from support.sharded_nets import Net, assert_same, batch, gradients, loss_of, make, on_ranks, part, sharded
+from support.sharded_nets import Net, assert_same, batch, gradients, loss_of, make, on_ranks, sharded
 from torch import Tensor, nn
 
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
@@ -24,29 +24,6 @@ class Scaled(Net):
         for index in self.used:
             x = x * self.scales[index]
         return super().forward(x)
-
-
-def average_scalars() -> None:
-    rank = dist.get_rank()
-    net, plain = make(Scaled), make(Scaled)
-    with sharded(net):
-        sides = ((0,), (0, 1))
-        net.used = sides[rank]
-        for seed in range(2):
-            loss_of(net, part(batch(seed))).backward()
-            scales = {name: p.grad for name, p in net.named_parameters() if name.startswith("scales")}
-            for used, half in zip(sides, batch(seed).chunk(2), strict=True):
-                plain.used = used
-                (loss_of(plain, half) / 2).backward()
-            assert_same(gradients(net), gradients(plain), 1e-5)  # averaged already, right after the backward
-            assert scales["scales.2"] is None
-        seen = [torch.zeros(()) for _ in range(2)]
-        dist.all_gather(seen, net.scales[0].grad)
-        assert torch.equal(*seen)
-
-
-def test_parameters_that_are_whole_get_the_mean(tmp_path):
-    on_ranks(tmp_path, average_scalars)
 
 
 def test_one_rank_needs_no_collective(mesh, monkeypatch):

@@ -27,7 +27,6 @@ EXPECTED = {  # groups that are not one block each, and how many are
     "whisper": ([("model.decoder.embed_tokens", "proj_out")], 4),
 }
 LARGE_ROOTS = {"resnet": 0.2, "whisper": 0.1}  # a stage, convolutions of the input: below MIN_PARAMS
-ENCODER_DECODERS = ("t5", "whisper")  # hooks change the order in which the decoder layers' gradients are added
 
 
 def root_share(model: nn.Module, plan: ShardingPlan) -> float:
