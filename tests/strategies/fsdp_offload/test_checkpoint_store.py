@@ -45,34 +45,6 @@ def dump(net: nn.Module, optimizer: Optimizer, sharded: bool) -> dict[str, Any]:
     return {**states, "epoch": 3, "pytorch-lightning_version": "2.6.6"}
 
 
-def save_and_go_on(folder: Path) -> None:
-    for sharded in (False, True):
-        net = make_net()
-        optimizer = make_adamw(net)
-        train(net, optimizer, 3)
-        make_store(sharded).save(dump(net, optimizer, sharded), folder / f"{sharded}.ckpt")
-        loss = train(net, optimizer, 2, first=3)
-    if dist.get_rank() == 0:
-        torch.save(loss, folder / "loss.pt")
-
-
-def load_and_go_on(folder: Path) -> None:
-    for sharded in (False, True):
-        net = make_net(1)
-        optimizer = make_adamw(net)
-        rest = load(make_store(not sharded), folder / f"{sharded}.ckpt", net, [optimizer])  # each loads either
-        assert rest == {"epoch": 3, "pytorch-lightning_version": "2.6.6"}
-        assert net.note == {"seen": 3}
-        assert train(net, optimizer, 2, first=3) == pytest.approx(torch.load(folder / "loss.pt"), abs=1e-6)
-
-
-@pytest.mark.slow_except("2-1")
-@pytest.mark.parametrize(("num_writers", "num_readers"), [(1, 1), (2, 1), (1, 2), (2, 4)])
-def test_a_run_goes_on_with_any_number_of_ranks(tmp_path: Path, num_writers: int, num_readers: int):
-    run_ranks(num_writers, save_and_go_on, tmp_path)
-    run_ranks(num_readers, load_and_go_on, tmp_path)
-
-
 def meet_errors(folder: Path, sharded: bool) -> None:
     net, store = make_net(), make_store(sharded)
     optimizer = make_adamw(net)

@@ -63,27 +63,6 @@ def test_manual_optimization(make, mode, same_in_modes):
     same_in_modes(make, (mode,))
 
 
-class Scheduled(Fused):
-    def configure_optimizers(self):
-        optimizer = adamw(self.parameters())
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-class Groups(Fused):
-    """Two groups; the head is not trained."""
-
-    def configure_optimizers(self):
-        matrices = [p for p in self.net.blocks.parameters() if p.ndim > 1]
-        vectors = [p for p in self.net.blocks.parameters() if p.ndim <= 1]
-        return adamw([{"params": matrices, "weight_decay": 0.1, "lr": 3e-3}, {"params": vectors, "weight_decay": 0.0}])
-
-
-@pytest.mark.parametrize("make", [Scheduled, Groups])
-def test_optimizers_and_schedules(make, same_in_modes):
-    same_in_modes(make, max_epochs=2)
-
-
 class Seldom(Fused):
     def training_step(self, batch, batch_idx):
         return None if batch_idx == 1 else self.loss(batch)

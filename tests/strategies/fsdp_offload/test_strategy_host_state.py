@@ -13,10 +13,8 @@ from support.offload_nets import leave_group
 from torch import Tensor, nn
 from torch.optim import NAdam, RAdam
 
-from lightning_vram import estimate_memory
 from lightning_vram.optimizers import on_disk as disk_states
 from lightning_vram.private_names.fsdp2 import local_shard
-from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
 pytestmark = [
     pytest.mark.distributed,
@@ -60,29 +58,6 @@ def test_a_weight_takes_as_many_bytes(form, master, bytes_each, fit_layers):
     moments = 2 * in_blocks(model) if form == "8bit" else 0  # for the others they are in the number
     assert model.host_bytes[2:] == [bytes_each * num_weights(model) + moments] * 3
     assert form != "8bit" or model.host_bytes[-1] <= 8.2 * num_weights(model)
-
-
-class OnDisk(Layers):
-    """Counts the bytes of the host without the states, which are in the file, and the file."""
-
-    def on_train_batch_end(self, *unused: Any) -> None:
-        self.trainer.strategy._finish_steps()
-        states = [dict(state) for state in self.trainer.optimizers[0].state.values()]
-        for state in self.trainer.optimizers[0].state.values():
-            state.clear()
-        self.host_bytes.append(host_bytes(self) - exceptions(self))
-        for state, before in zip(self.trainer.optimizers[0].state.values(), states, strict=True):
-            state.update(before)
-        (kept,) = self.trainer.strategy._host_optimizers._taken.values()
-        self.file_bytes = kept._streamed._file.num_bytes
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_with_a_disk_a_weight_takes_six_bytes_of_memory_and_states_are_narrow_there(form, fit_layers, tmp_path):
-    model = fit_layers(partial(OnDisk, num_batches=5), {"host_state": form, "master": "split", "nvme_path": tmp_path})
-    assert model.host_bytes[2:] == [6 * num_weights(model)] * 3
-    states = 4 * num_weights(model) if form == "bf16" else 2 * in_blocks(model)
-    assert states <= model.file_bytes <= states + 24 * 64  # each is aligned
 
 
 # --- the same bits ---
@@ -204,28 +179,6 @@ def test_after_a_run_the_optimizer_steps_by_itself_and_in_another(form, fit_laye
     values = [value for state in model.optimizer.state.values() for value in state.values()]
     assert {(type(value), value.dtype) for value in values} == {(Tensor, torch.float32)}
     assert {float(state["step"]) for state in model.optimizer.state.values()} == {13.0}
-
-
-@pytest.mark.usefixtures("_small_parts")
-def test_an_estimate_tells_the_bytes_of_the_host():
-    class Wide(Layers):
-        """Layers that are large beside the parts in which they are stepped, and longer than values are followed."""
-
-        def __init__(self) -> None:
-            super().__init__(num_batches=1)
-            self.net = nn.Sequential(nn.Linear(64, 8192), nn.Linear(8192, 64))
-
-    def estimate(host_state: str) -> Any:
-        strategy = FSDPOffloadStrategy(host_state=host_state, min_params=100)
-        trainer = {"strategy": strategy, "precision": "bf16-mixed"}
-        return estimate_memory(Wide(), torch.zeros(8, 64), device="rtx4090", trainer=trainer, find_limits=False)
-
-    estimates, model = {form: estimate(form) for form in ("fp32", *FORMS)}, Wide()
-    assert len({one.peak_bytes for one in estimates.values()}) == 1
-    saved = {form: estimates["fp32"].host_bytes - estimates[form].host_bytes for form in FORMS}
-    in_step = 32 * 8192  # bytes that a part takes while it is stepped
-    assert saved["bf16"] == pytest.approx(4 * num_weights(model), abs=in_step)
-    assert saved["8bit"] == pytest.approx(8 * num_weights(model) - 2 * in_blocks(model), abs=in_step)
 
 
 # --- what is refused ---

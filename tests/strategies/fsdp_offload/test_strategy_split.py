@@ -9,7 +9,6 @@ import torch
 from support.helpers import assert_equal_weights
 from support.host_layers import Layers, exceptions, host_bytes
 from support.offload_nets import MODES, leave_group
-from support.sharded_nets import host_bytes_of
 from torch import Tensor, nn
 
 from lightning_vram.private_names.fsdp2 import calls_derived_dispatch
@@ -66,23 +65,6 @@ def test_weights_and_gradients_are_the_same_to_the_bit(optimizer, options, fit_b
 @pytest.mark.parametrize("offload", [MODES[mode] for mode in MODES if mode not in ("params", "none")], ids=str)
 def test_it_goes_with_every_way_to_shard(offload, fit_both):
     fit_both(partial(Layers, num_batches=16), offload)
-
-
-class Resting(Layers):
-    """Looks whether all weights are split between steps, once it is proven that they may travel in 16 bit."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        strategy = self.trainer.strategy
-        strategy._finish_steps()
-        flat_shards = [flat_shard for group in strategy._sharding.groups for flat_shard in group.flat_shards]
-        is_split = strategy.arguments.master == "split"
-        assert batch_idx < 2 or {flat_shard.shards is None for flat_shard in flat_shards} == {is_split}
-
-
-@pytest.mark.parametrize(("optimizer", "on_disk"), [("AdamW", True), ("AdamW", False), ("whole matrices", False)])
-def test_weights_are_at_rest_whatever_has_stepped_them(optimizer, on_disk, fit_both, tmp_path):
-    offload = {"nvme_path": tmp_path} if on_disk else {}
-    fit_both(partial(Resting, OPTIMIZERS[optimizer], num_batches=5), offload)
 
 
 class Counted(Layers):
@@ -178,23 +160,6 @@ def test_a_run_goes_on_from_a_checkpoint_of_either(first, second, kind, fit_laye
     resumed = fit_layers(make, {"master": second, "state_dict_type": kind}, ckpt_path=path, max_epochs=2)
     leave_group()
     check(resumed, fit_layers(make, max_epochs=2))
-
-
-class Collected(Layers):
-    """Collects a checkpoint in the middle of a run."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        strategy = self.trainer.strategy
-        if batch_idx == 3:
-            strategy._finish_steps()
-            before = host_bytes_of(strategy._sharding)
-            state = strategy.lightning_module_state_dict()
-            assert {value.dtype for value in state.values()} == {torch.float32}
-            assert host_bytes_of(strategy._sharding) == before
-
-
-def test_a_checkpoint_leaves_weights_at_rest(fit_both):
-    fit_both(partial(Collected, num_batches=6))
 
 
 class Written(Handled):

@@ -104,25 +104,6 @@ def count_on_device(sharding):
     return sum(flat_shard.shards.numel() for group in on_device for flat_shard in group.flat_shards)
 
 
-def test_copies_may_be_kept_in_the_midst_of_training(mesh):
-    net, plain = make(), make()
-    reference = torch.optim.AdamW(plain.parameters(), fused=True)
-    with hosted(net, "params apart", device_bytes=0) as host:
-        optimizer = torch.optim.AdamW(net.parameters())
-        host.attach([optimizer])
-        for seed, (budget_bytes, taken_bytes) in enumerate([(4 * NORM, 4 * NORM), (4 * ALL, 4 * (ALL - NORM)), (9, 0)]):
-            take_step(net, optimizer, seed)
-            take_step(plain, reference, seed)
-            assert host._sharding.keep_copies(budget_bytes) == taken_bytes
-        for seed in range(3, 6):
-            take_step(net, optimizer, seed)
-            take_step(plain, reference, seed)
-        assert all(
-            flat_shard.resident is not None for group in host._sharding.groups for flat_shard in group.flat_shards
-        )
-    assert_same(weights(net), weights(plain))
-
-
 class Frozen(Net):
     """Of which a part is not trained."""
 

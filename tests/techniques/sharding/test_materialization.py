@@ -92,43 +92,6 @@ def test_tied_parameters_stay_tied_and_untied_ones_untied(is_tied):
     assert torch.equal(embedding.weight, before)
 
 
-def test_buffers_get_values_whether_they_are_saved_or_not():
-    class Positions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("places", torch.empty(3, dtype=torch.int64), persistent=False)
-            self.reset_parameters()
-
-        def reset_parameters(self) -> None:
-            self.places.copy_(torch.arange(3))
-
-    model = on_meta(lambda: nn.Sequential(Positions(), nn.BatchNorm1d(2)))
-    materialize(model, seed=0)
-    assert model[0].places.tolist() == [0, 1, 2]
-    assert "0.places" not in model.state_dict()
-    assert (model[1].running_mean.tolist(), model[1].running_var.tolist()) == ([0, 0], [1, 1])
-    assert model[1].num_batches_tracked == 0
-
-
-def test_an_outer_initializer_has_the_last_word():
-    class GPT(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)) for _ in range(2))
-            self.apply(self._init_weights)
-
-        def _init_weights(self, part: nn.Module) -> None:
-            if isinstance(part, nn.Linear):
-                nn.init.constant_(part.weight, 5.0)
-
-    model = on_meta(GPT)
-    materialize(model.layers[0], seed=0, model=model)
-    assert torch.equal(model.layers[0][0].weight, torch.full((2, 2), 5.0))
-    assert torch.equal(model.layers[0][1].weight, torch.ones(2))
-    assert model.layers[0][0].bias.isfinite().all()
-    assert has_meta(model.layers[1])
-
-
 class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()

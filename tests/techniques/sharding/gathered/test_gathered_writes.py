@@ -13,7 +13,6 @@ from support.sharded_nets import (
     loss_of,
     make,
     on_ranks,
-    part,
     take_step,
     weights,
 )
@@ -152,32 +151,5 @@ def test_a_shard_that_is_written_beside_what_is_gathered_is_refused_on_two_ranks
     on_ranks(tmp_path, refuse_write_by_optimizer)
 
 
-class OwnSGD(torch.optim.Optimizer):
-    """One that nobody has read."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            parameter.add_(parameter.grad, alpha=-0.1)
-
-
-def step_by_a_foreign_optimizer():
-    net, plain = make(), make()
-    optimizer, plain_optimizer = OwnSGD(net.parameters()), OwnSGD(plain.parameters())
-    with hosted(net) as host:
-        host.attach([optimizer])
-        with host._sharding.inside_step():
-            loss_of(net, part(batch(0))).backward()  # after which the root is gathered again
-            net.norm.weight.data.mul_(0.9)
-            optimizer.step()
-    loss_of(plain, batch(0)).backward()
-    plain.norm.weight.data.mul_(0.9)
-    plain_optimizer.step()
-    assert_same(weights(net), weights(plain), 1e-6)
-
-
-def test_on_two_ranks_writes_count_in_a_foreign_step_and_a_largest_norm_is_refused(tmp_path):
-    on_ranks(tmp_path, step_by_a_foreign_optimizer, refuse_largest_norm)
+def test_an_embedding_with_a_largest_norm_is_refused_on_two_ranks(tmp_path):
+    on_ranks(tmp_path, refuse_largest_norm)

@@ -178,18 +178,9 @@ def test_a_choice_is_taken_whatever_the_sizes(wrap):
 
 
 def test_nested_choices_come_inner_first():
-    model = Net(layers=blocks(1), wide=Net(block=Block()))
-    groups = groups_of(model, ["Linear", "Block", "Net"])
-    assert set(groups) == {
-        *((f"layers.0.{name}",) for name in ("up", "down")),
-        *((f"wide.block.{name}",) for name in ("up", "down")),
-        ("layers.0",),
-        ("wide.block",),
-        ("wide",),
-    }
-    position = {name: number for number, (name,) in enumerate(groups)}
-    assert position["wide.block.up"] < position["wide.block"] < position["wide"]
-    assert position["layers.0.down"] < position["layers.0"]
+    groups = [name for (name,) in groups_of(Net(wide=Net(block=Block())), ["Linear", "Block", "Net"])]
+    assert set(groups[:2]) == {"wide.block.up", "wide.block.down"}
+    assert groups[2:] == ["wide.block", "wide"]
 
 
 def test_a_function_is_not_asked_for_what_cannot_be_a_group():
@@ -215,38 +206,11 @@ def test_a_function_is_not_asked_for_what_cannot_be_a_group():
             ValueError,
             r"^wrap='ModuleList' matches 'layers', whose parameters are used without calling ",
         ),
-        ("Block", TypeError, r"^wrap must be 'auto', .*, got 'Block'\.$"),
-        ([], TypeError, r"^wrap must be 'auto', .*, got \[\]\.$"),
-        (None, TypeError, r"^wrap must be 'auto', a list of classes or their names, or a function, got None\.$"),
-        (Block, TypeError, r"^wrap must be 'auto', a list of classes or their names, or a function, got <class "),
+        ("Block", TypeError, r"^wrap must be 'auto', a list of classes or their names, or a function, got 'Block'\.$"),
         ([3], TypeError, r"^wrap must be 'auto', a list of classes or their names, or a function, got \[3\]\.$"),
+        ([], TypeError, r"^wrap must be 'auto', .*, got \[\]\.$"),
     ],
 )
 def test_a_wrong_choice_is_told(wrap, kind, message):
     with pytest.raises(kind, match=message):
         plan_sharding_groups(Net(layers=blocks(2)), wrap)
-
-
-@pytest.mark.parametrize("min_params", [1, 100])
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_any_plan_trains_as_the_plain_model_does(min_params, mesh):
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        model = Net(first=nn.Linear(4, 4), layers=blocks(5), tail=nn.Sequential(Block(), nn.Linear(4, 4), nn.ReLU()))
-        model.layers[3].norm = model.layers[0].norm
-        model.layers[4].up.weight = model.layers[1].up.weight
-        model.tail[1].weight = model.first.weight
-        return model
-
-    plain, model = build(), build()
-    for group in groups_of(model, min_params=min_params):
-        fully_shard([model.get_submodule(name) for name in group], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    hidden = torch.randn(3, 4)
-    losses = [one(hidden).square().mean() for one in (plain, model)]
-    for loss in losses:
-        loss.backward()
-    assert torch.equal(*losses)
-    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
