@@ -2,6 +2,8 @@
 
 import re
 import time
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +16,7 @@ from support.offload_nets import Fused
 from torch import nn, optim
 
 from lightning_vram import LeanMixedPrecision
-from lightning_vram.strategies.fsdp_offload.arguments import check_layer_drop, check_master
+from lightning_vram.strategies.fsdp_offload.arguments import check_layer_drop
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 from lightning_vram.techniques.sharding.apply import FullSharding, ShardingOptions
 from lightning_vram.techniques.sharding.grouping import plan_sharding_groups
@@ -96,48 +98,27 @@ def test_optimizers_that_cannot_step_on_shards_are_refused(make, make_trainer):
         make_trainer(strategy=ForkingOffload()).fit(With(make))
 
 
-def _fail(trainer, model, tmp_path):
-    """Fit on ranks that each write what they raise."""
+class Telling(ForkingOffload):
+    """Each rank writes what it raises; the first that ends has the others killed."""
 
-    class Telling(type(trainer.strategy)):
-        def tell(self, call, *arguments):
-            try:
-                call(*arguments)
-            except Exception as error:
-                part = tmp_path / f"part{self.global_rank}"
-                part.write_text(f"{type(error).__name__}: {error}")
-                part.rename(tmp_path / f"rank{self.global_rank}")
-                end = time.monotonic() + 10  # the first that ends has the others killed
-                while len(list(tmp_path.glob("rank*"))) < self.world_size and time.monotonic() < end:
-                    time.sleep(0.01)
-                raise
+    def tell(self, call, *arguments):
+        folder = Path(self.lightning_module.trainer.default_root_dir)
+        try:
+            call(*arguments)
+        except Exception as error:
+            part = folder / f"part{self.global_rank}"
+            part.write_text(f"{type(error).__name__}: {error}")
+            part.rename(folder / f"rank{self.global_rank}")
+            end = time.monotonic() + 10
+            while len(list(folder.glob("rank*"))) < self.world_size and time.monotonic() < end:
+                time.sleep(0.01)
+            raise
 
-        def setup_environment(self):
-            self.tell(super().setup_environment)
+    def setup_environment(self):
+        self.tell(super().setup_environment)
 
-        def setup(self, trainer):
-            self.tell(super().setup, trainer)
-
-    trainer.strategy.__class__ = Telling
-    with pytest.raises(Exception, match=r"terminated with the following error|exited"):
-        trainer.fit(model)
-    return [file.read_text() for file in sorted(tmp_path.glob("rank*"))]
-
-
-def test_replicas_must_divide_the_ranks(make_trainer, tmp_path):
-    strategy = ForkingOffload(shard="hybrid", data_parallel_replicate_size=3)
-    told = _fail(make_trainer(strategy=strategy, devices=2), Fused(), tmp_path)
-    message = "FSDPOffloadStrategy(data_parallel_replicate_size=3) must divide the 2 processes."
-    assert told == [f"ValueError: {message}"] * 2
-
-
-def test_muon_is_refused_where_matrices_are_spread(make_trainer, tmp_path):
-    if not hasattr(optim, "Muon"):
-        pytest.skip("needs torch.optim.Muon")
-    model = With(lambda parameters: optim.Muon([p for p in parameters if p.ndim == 2]))
-    told = _fail(make_trainer(strategy=ForkingOffload(), devices=2), model, tmp_path)
-    assert len(told) == 2
-    assert all(text.startswith("ValueError: Muon cannot step on shards: it looks at the rows") for text in told)
+    def setup(self, trainer):
+        self.tell(super().setup, trainer)
 
 
 class Different(Fused):
@@ -146,11 +127,28 @@ class Different(Fused):
             self.net.head = nn.Linear(16, 18)
 
 
-def test_different_modules_on_two_ranks_are_refused_on_both(make_trainer, tmp_path):
-    told = _fail(make_trainer(strategy=ForkingOffload(timeout=20), devices=2), Different(TinyGPT()), tmp_path)
-    assert len(told) == 2
-    assert told[0] == told[1]
-    assert "net.head" in told[0]
+REFUSALS = [
+    (
+        Fused,
+        {"shard": "hybrid", "data_parallel_replicate_size": 3},
+        r"^ValueError: FSDPOffloadStrategy\(data_parallel_replicate_size=3\) must divide the 2 processes\.$",
+    ),
+    (Different, {}, r"net\.head"),
+]
+if hasattr(optim, "Muon"):
+    make_muon = partial(With, lambda parameters: optim.Muon([p for p in parameters if p.ndim == 2]))
+    REFUSALS += [(make_muon, {}, "^ValueError: Muon cannot step on shards: it looks at the rows")]
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"), REFUSALS, ids=["replicas", "modules", "Muon"][: len(REFUSALS)]
+)
+def test_what_two_ranks_cannot_do_is_refused_on_both(make, arguments, message, fit, tmp_path):
+    with pytest.raises(Exception, match=r"terminated with the following error|exited"):
+        fit(make, strategy=Telling(timeout=20, **arguments), devices=2)
+    one, other = (file.read_text() for file in tmp_path.glob("rank*"))
+    assert one == other
+    assert re.search(message, one)
 
 
 class Dropping(nn.Module):
@@ -189,14 +187,6 @@ def test_layers_that_are_not_left_out_on_several_ranks_are_warned_of():
     check_layer_drop(net, 1, "FSDPOffloadStrategy")  # a warning is an error
     net[0].config.layerdrop = net[1].config.layerdrop = 0.0
     check_layer_drop(net, 2, "FSDPOffloadStrategy")
-
-
-def test_weights_that_travel_as_float16_are_not_split():
-    check_master("split", torch.bfloat16, "bf16-mixed", "FSDPOffloadStrategy")
-    check_master("fp32", torch.float16, "16-mixed", "FSDPOffloadStrategy")
-    message = "S(master='split') needs precision='bf16-mixed' with narrow_transfers=True, got '16-mixed'."
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_master("split", torch.float16, "16-mixed", "S")
 
 
 def test_sparse_gradients_are_refused(make_trainer):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoint_nets import load, make_net, run_ranks
+from support.checkpoint_nets import load, make_net
 from torch import nn
 
 from lightning_vram.core.ranks import CheckpointError
@@ -69,21 +69,6 @@ def test_a_flipped_bit_of_a_file_is_refused(one_rank: None, tmp_path: Path):
     load(make_store(sharded=False, verify=False), path, net)
 
 
-def test_what_was_cut_off_is_named(one_rank: None, tmp_path: Path):
-    net, file, folder = make_net(), tmp_path / "a.ckpt", tmp_path / "b.ckpt"
-    save(net, file, sharded=False)
-    save(net, folder, sharded=True)
-    shard = shard_of(folder)
-    for path in (file, folder / "meta.pt", shard):
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-100])
-        opened = file if path == file else folder
-        assert (
-            refusal(opened, net, sharded=path != file) == f"{path.name} is damaged (File is not a zip file). {WAY_OUT}"
-        )
-        path.write_bytes(whole)
-
-
 def test_ranks_share_the_entries(tmp_path: Path):
     path = tmp_path / "a.pt"
     tensors = {str(size): torch.full((size,), float(size)) for size in (10, 20, 30)}
@@ -98,19 +83,3 @@ def test_ranks_share_the_entries(tmp_path: Path):
         except CheckpointError as error:
             found.append(str(error))
     assert sorted(found) == [f"a.pt is damaged (Bad CRC-32 for file 'a/data/{n}'). {WAY_OUT}" for n in range(3)]
-
-
-def refuse_on_all_ranks(folder: Path) -> None:
-    net, path = make_net(), folder / "a.ckpt"
-    store = CheckpointStore(sharded=True, asynchronous=False)
-    store.save({"state_dict": sharded_module_state(net)}, path)
-    torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0:
-        shard_of(path, 1).unlink()
-    torch.distributed.barrier()
-    with pytest.raises(FileNotFoundError, match=r"__1_.*\.distcp"):
-        store.open(path)
-
-
-def test_all_ranks_refuse_what_one_has_found(tmp_path: Path):
-    run_ranks(2, refuse_on_all_ranks, tmp_path)

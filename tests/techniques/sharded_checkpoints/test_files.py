@@ -61,19 +61,6 @@ def test_the_new_takes_the_place_of_the_old(
         assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_link_is_replaced_and_what_it_points_to_is_left(path: Path):
-    target = path.with_name("target")
-    for make in (make_file, make_folder):
-        make_folder(target, "target")
-        path.symlink_to(target)
-        make(temporary_path(path), "new")
-        publish(temporary_path(path), path)
-        assert not path.is_symlink()
-        assert (read(path), read(target)) == ("new", "target")
-        remove(path)
-        remove(target)
-
-
 @MAKERS
 def test_removing_leaves_nothing(path: Path, make: Callable):
     make(path, "old")

@@ -354,14 +354,7 @@ def test_meta_layers_get_values_group_by_group(mesh):
         assert_same(weights(again), first)
 
 
-# --- pinned memory ---
-
-
 # --- and back ---
-
-
-def all_hooks(net: nn.Module) -> list[int]:
-    return [len(hooks) for part in net.modules() for key, hooks in sorted(vars(part).items()) if key.endswith("_hooks")]
 
 
 @pytest.mark.quick_sample(4)
@@ -370,18 +363,16 @@ def all_hooks(net: nn.Module) -> list[int]:
 @pytest.mark.parametrize("mode", ["params", "optimizer apart", "none"])
 def test_removed_the_module_is_what_it_was(mesh, mode, kind, is_used):
     net, plain = make(kind), make(kind)
-    before, hooks, parameters = describe_module(net), all_hooks(net), dict(net.named_parameters(remove_duplicate=False))
+    before, parameters = describe_module(net), dict(net.named_parameters(remove_duplicate=False))
     with sharded(net, mode) as sharding:
         shards = dict(net.named_parameters())
         if is_used:
             assert_computes_as(net, plain, 0)
         replaced = sharding.remove()
     assert describe_module(net) == before
-    assert all_hooks(net) == hooks
     assert not any(isinstance(part, FSDPModule) for part in net.modules())
     for name, parameter in net.named_parameters(remove_duplicate=False):
         assert parameter is parameters[name]
-        assert parameter.device.type == "cpu"
     changed = {name: shard for name, shard in shards.items() if shard is not parameters[name]}
     assert {id(shard): id(parameter) for shard, parameter in replaced.items()} == {
         id(shard): id(parameters[name]) for name, shard in changed.items()
@@ -467,22 +458,6 @@ def leave_sharded_on_two() -> None:
 
 def test_two_ranks_have_their_module_back(tmp_path):
     on_ranks(tmp_path, remove_on_two, leave_sharded_on_two)
-
-
-def test_removal_after_a_step_that_failed_makes_the_module_whole(mesh):
-    net = make()
-    parameters = list(net.parameters())
-    sharding = FullSharding(net, mesh, plan_sharding_groups(net, min_params=1), ShardingOptions())
-    optimizers = HostOptimizers(sharding, num_threads=1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    optimizers.attach([optimizer])
-    backward(net)
-    optimizer.param_groups[0]["lr"] = "fast"
-    with pytest.raises(TypeError):
-        optimizer.step()  # the first step, which makes states, is over when this returns
-    optimizers.let_go(sharding.remove())
-    assert list(net.parameters()) == parameters
-    assert all(parameter.numel() for parameter in parameters)
 
 
 # --- what a device would wait for ---

@@ -10,10 +10,8 @@ from support.sharded_nets import Net, assert_same, batch, gradients, loss_of, ma
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.private_names.torch import SEE_INPUT, has_hooks
 from lightning_vram.techniques.mixed_precision.weight_casts import find_autocast_weights
 from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
-from lightning_vram.techniques.sharding.apply import LayerCalls
 from lightning_vram.techniques.sharding.flat_shards import FlatShard
 from lightning_vram.techniques.sharding.grouping import find_named_weights, plan_sharding_groups
 
@@ -193,12 +191,8 @@ class WrittenByAHook(Penalized):
         return self.down(self.up(x).relu())
 
 
-class PartlyWide(nn.Module):
+class PartlyWide(Penalized):
     """Computes its second layer in float32, in one group with the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
 
     def forward(self, x):
         h = self.up(x).relu()
@@ -336,11 +330,3 @@ def agree_on_width():
 
 def test_ranks_agree(tmp_path):
     on_ranks(tmp_path, agree_on_width)
-
-
-def test_hooks_that_count_calls_do_not_keep_a_layer_from_being_tiled():
-    layer = nn.Linear(6, 9)
-    LayerCalls(layer, torch.device("cpu"))
-    assert not has_hooks(layer, SEE_INPUT)
-    layer.register_forward_pre_hook(lambda *_: None)
-    assert has_hooks(layer, SEE_INPUT)
