@@ -169,11 +169,11 @@ def test_a_save_beside_the_training_waits_for_a_rank_as_long_as_it_was_told(tmp_
     run_ranks(2, save_beside_a_rank_that_hangs, tmp_path, False)
 
 
-def test_the_strategy_tells_it_its_timeout(monkeypatch: pytest.MonkeyPatch):
+def test_the_strategy_tells_it_its_timeout_and_whether_to_verify(monkeypatch: pytest.MonkeyPatch):
     made: dict[str, Any] = {}
     monkeypatch.setattr(checkpoints, "CheckpointStore", lambda **arguments: made.update(arguments))
-    FSDPOffloadStrategy(timeout=12, async_save=True)._make_store(asynchronous=True)
-    assert made["timeout"] == timedelta(seconds=12)
+    FSDPOffloadStrategy(timeout=12, async_save=True, verify=False)._make_store(asynchronous=True)
+    assert (made["timeout"], made["verify"], made["asynchronous"]) == (timedelta(seconds=12), False, True)
 
 
 def test_a_full_checkpoint_without_optimizers_is_refused_for_training(one_rank: None, tmp_path: Path):

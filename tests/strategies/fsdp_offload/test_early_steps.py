@@ -35,11 +35,6 @@ class ChangesGradients(Fused):
         self.net.head.weight.grad.zero_()
 
 
-class Clips(Fused):
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        self.clip_gradients(optimizer, 0.1, "norm")
-
-
 class Reader(pl.Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         assert pl_module.net.head.weight.grad is not None
@@ -51,11 +46,6 @@ class Timer(Reader):
 
 class Backwards(pl.Callback):
     uses_gradients = True
-
-
-class Backward(Fused):
-    def backward(self, loss):
-        loss.backward()
 
 
 class Halves:
@@ -101,12 +91,6 @@ class Skips(Fused):
         self.clip_gradients(optimizer, 0.01 if batch_idx % 2 else 0, "norm")
         if batch_idx % 2 == 0:
             optimizer.step()
-
-
-class WarmsUp(Fused):
-    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
-        optimizer.param_groups[0]["lr"] = 1e-3 * (self.global_step + 1)
-        optimizer.step(closure=closure)
 
 
 class SchedulesInTheStep(Fused):
@@ -159,7 +143,7 @@ def noting(notes, ask):
 
 
 @pytest.mark.slow_except("Wraps", "SchedulesInTheStep", "Skips")
-@pytest.mark.parametrize("make", [Wraps, GoesPast, WrapsLate, Skips, WarmsUp, SchedulesInTheStep])
+@pytest.mark.parametrize("make", [Wraps, GoesPast, WrapsLate, Skips, SchedulesInTheStep])
 def test_what_a_step_does_around_its_closure_is_heard(make, same_in_modes):
     same_in_modes(make)
 

@@ -57,14 +57,14 @@ def check(split: nn.Module, plain: nn.Module) -> None:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_weights_and_gradients_are_the_same_to_the_bit(optimizer, options, fit_both):
-    fit_both(partial(Layers, optimizer, num_batches=16), **options)
+    fit_both(partial(Layers, optimizer, num_batches=8), **options)
 
 
 @pytest.mark.quick_sample(1)
 @pytest.mark.usefixtures("_small_parts")
 @pytest.mark.parametrize("offload", [MODES[mode] for mode in MODES if mode not in ("params", "none")], ids=str)
 def test_it_goes_with_every_way_to_shard(offload, fit_both):
-    fit_both(partial(Layers, num_batches=16), offload)
+    fit_both(partial(Layers, num_batches=8), offload)
 
 
 class Counted(Layers):

@@ -222,8 +222,19 @@ def compare_branches() -> None:
             sharding.remove()
 
 
-def test_two_ranks_compute_what_one_would(tmp_path):
-    on_ranks(tmp_path, compare_kinds, compare_branches)
+def call_different_layers() -> None:
+    net = make(Fork)
+    plan = ShardingPlan((("even",), ("odd",)), tuple(f"scales.{index}" for index in range(3)))
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    sharding = FullSharding(net, mesh, plan, ShardingOptions())
+    net.is_even = torch.distributed.get_rank() == 0
+    with pytest.raises(RuntimeError, match="called other sharded layers"):
+        backward(net)
+    sharding.remove(make_whole=False)
+
+
+def test_two_ranks_compute_what_one_would_and_must_call_the_same_layers(tmp_path):
+    on_ranks(tmp_path, compare_kinds, compare_branches, call_different_layers)
 
 
 def keep_a_graph(net: nn.Module) -> None:

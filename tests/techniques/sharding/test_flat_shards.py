@@ -1,6 +1,7 @@
 """Shards side by side: what comes to the device, in which dtype, and after which writes."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -117,17 +118,23 @@ def test_with_a_narrow_copy_the_wide_shards_do_not_leave_the_host(net, monkeypat
     assert {part.dtype for part in flat_shard.fetch()} == {torch.float32}
 
 
-def test_a_refresh_waits_until_what_was_fetched_has_arrived(net, monkeypatch):
+@pytest.fixture
+def events(monkeypatch) -> list[Mock]:
+    """What is recorded of copies; whoever waits for one calls ``synchronize``."""
+    recorded: list[Mock] = []
+    monkeypatch.setattr(flat_shards, "_record", lambda device: recorded.append(Mock()) or recorded[-1])
+    return recorded
+
+
+def num_waits(events: list[Mock]) -> list[int]:
+    return [event.synchronize.call_count for event in events]
+
+
+def test_a_refresh_waits_until_what_was_fetched_has_arrived(net, events):
     """Else the copy under way would take half of the old and half of the new."""
-    order = []
-
-    class Event:
-        def synchronize(self) -> None:
-            order.append(flat_shard._low_precision[0].item())
-
-    monkeypatch.setattr(flat_shards, "_record", lambda device: Event())
-    flat_shard = make_lane(net, dtype=torch.bfloat16, device=APART)
+    flat_shard, order = make_lane(net, dtype=torch.bfloat16, device=APART), []
     fetched(flat_shard)
+    events[0].synchronize.side_effect = lambda: order.append(flat_shard._low_precision[0].item())
     with torch.no_grad():
         net.up.weight.fill_(2)
     flat_shard.refresh()
@@ -136,36 +143,22 @@ def test_a_refresh_waits_until_what_was_fetched_has_arrived(net, monkeypatch):
     assert order[0] != 2
 
 
-class _Read:
-    """An event that notes who waits for it."""
-
-    def __init__(self) -> None:
-        self.num_waits = 0
-
-    def synchronize(self) -> None:
-        self.num_waits += 1
-
-
-@pytest.mark.parametrize(("device", "num_waits"), [(APART, 1), (CPU, 0)])
-def test_who_writes_to_shards_elsewhere_waits_for_the_last_reader(net, monkeypatch, device, num_waits):
-    events = []
-    monkeypatch.setattr(flat_shards, "_record", lambda device: events.append(_Read()) or events[-1])
+@pytest.mark.parametrize(("device", "num"), [(APART, 1), (CPU, 0)])
+def test_who_writes_to_shards_elsewhere_waits_for_the_last_reader(net, events, device, num):
     flat_shard = make_lane(net, device=device)
     flat_shard.wait_for_copies()  # nobody has read
     fetched(flat_shard)
     flat_shard.note_read()
     flat_shard.wait_for_copies()
-    assert [event.num_waits for event in events] == [0, num_waits]
+    assert num_waits(events) == [0, num]
 
 
-def test_who_writes_to_shards_waits_for_what_is_on_its_way_to_a_resident_copy(net, monkeypatch):
+def test_who_writes_to_shards_waits_for_what_is_on_its_way_to_a_resident_copy(net, events):
     """Fetches of the shards as they are do not wait for it."""
-    events = []
-    monkeypatch.setattr(flat_shards, "_record", lambda device: events.append(_Read()) or events[-1])
     flat_shard = make_lane(net, dtype=torch.bfloat16, device=APART, is_resident=True)
     flat_shard.refresh()
     flat_shard.wait_for_copies()
-    assert [event.num_waits for event in events] == [1]
+    assert num_waits(events) == [1]
 
 
 @torch.no_grad()

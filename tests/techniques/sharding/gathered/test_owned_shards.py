@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_vram.private_names.fsdp2 import calls_derived_dispatch
-from lightning_vram.techniques.sharding.parameter import OwnedTensor, disown, own
+from lightning_vram.techniques.sharding.parameter import OwnedTensor, own
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 VALUES = torch.arange(6.0).view(3, 2)
@@ -60,18 +60,6 @@ def test_every_way_to_read_goes_through_the_owner(late, read):
     assert owner.num_uses >= 1
     assert owner.num_writes == 0
     assert type(parameter) is OwnedTensor
-
-
-def test_what_is_no_value_asks_nobody(late):
-    parameter, owner = late
-    assert parameter.shape == (3, 2)
-    assert parameter.requires_grad
-    assert parameter.grad is None
-    assert parameter.placements == (Shard(0),)
-    assert isinstance(parameter, DTensor)
-    assert isinstance(parameter, nn.Parameter)
-    hash(parameter)
-    assert owner.num_uses == 0
 
 
 needs_dispatch = pytest.mark.skipif(not calls_derived_dispatch, reason="not seen before torch 2.13")
@@ -137,9 +125,3 @@ def test_copies_and_files_are_plain_shards(shard):
         assert type(twin) is DTensor
         assert torch.equal(twin.full_tensor(), VALUES)
     assert type(shard) is OwnedTensor
-
-
-def test_without_an_owner_it_is_a_plain_shard(shard):
-    disown(shard)
-    assert type(shard) is DTensor
-    assert list(vars(shard)) == ["_is_param"]

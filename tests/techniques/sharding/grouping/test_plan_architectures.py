@@ -44,12 +44,3 @@ def test_an_architecture_is_cut_into_its_blocks_and_large_parts(name):
     assert [len(group) for group in plan.groups if group not in others] == [1] * num_blocks
     assert root_share(model, plan) <= LARGE_ROOTS.get(name, 0.02)
     assert plan.replicated == ()
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_plan_does_not_need_values(name):
-    with torch.device("meta"):
-        model = ARCHITECTURES[name]()
-    assert plan_sharding_groups(model, min_params=MIN_PARAMS) == plan_sharding_groups(
-        make_model(name), min_params=MIN_PARAMS
-    )
