@@ -51,7 +51,9 @@ def in_blocks(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("form", "master", "bytes_each"), [("bf16", "split", 10), ("bf16", "fp32", 12), ("8bit", "split", 6)]
+    ("form", "master", "bytes_each"),
+    # Where the CPU is the device, too, a copy that travels is made for each fetch.
+    [("fp32", "fp32", 16), ("fp32", "split", 14), ("bf16", "fp32", 12), ("bf16", "split", 10), ("8bit", "split", 6)],
 )
 def test_a_weight_takes_as_many_bytes(form, master, bytes_each, fit_layers):
     model = fit_layers(partial(Counted, num_batches=5), {"host_state": form, "master": master})
@@ -63,10 +65,10 @@ def test_a_weight_takes_as_many_bytes(form, master, bytes_each, fit_layers):
 # --- the same bits ---
 
 
-@pytest.mark.quick_sample(2)
+@pytest.mark.quick_sample(1)
 @pytest.mark.usefixtures("_small_parts")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS[::-1])
 def test_weights_are_the_same_whatever_way_they_and_states_are_kept(form, optimizer, fit_layers, tmp_path, monkeypatch):
     make = partial(Layers, optimizer, num_batches=8)  # RAdam is another from its sixth step on
     expected = fit_layers(make, {"host_state": form})
@@ -78,11 +80,9 @@ def test_weights_are_the_same_whatever_way_they_and_states_are_kept(form, optimi
     assert_equal_weights(fit_layers(make, offload), expected)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_on_the_device_moments_are_float32(form, fit_layers):
+def test_on_the_device_moments_are_float32(fit_layers):
     make, everything = partial(Layers, num_batches=6), {"device_bytes": 1.0}
-    ours, expected = (fit_layers(make, {"host_state": state, **everything}) for state in (form, "fp32"))
-    assert_equal_weights(ours, expected)
+    assert_equal_weights(fit_layers(make, {"host_state": "8bit", **everything}), fit_layers(make, everything))
 
 
 # --- checkpoints ---
@@ -124,10 +124,16 @@ class Loaded(Layers):
         self.kinds = {local_shard(s["exp_avg"]).dtype for s in self.trainer.optimizers[0].state.values()}
 
 
-@pytest.mark.quick_sample(3)
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-@pytest.mark.parametrize("async_save", [False, True], ids=["waiting", "beside"])
-@pytest.mark.parametrize(("first", "second"), [("bf16", "fp32"), ("8bit", "fp32"), ("fp32", "bf16"), ("8bit", "bf16")])
+@pytest.mark.quick_sample(2)
+@pytest.mark.parametrize(
+    ("first", "second", "kind", "async_save"),
+    [
+        ("bf16", "fp32", "full", False),
+        ("8bit", "fp32", "sharded", True),
+        ("8bit", "bf16", "full", True),
+        ("fp32", "bf16", "sharded", False),
+    ],
+)
 def test_a_checkpoint_loads_whatever_host_state_is(first, second, async_save, kind, fit_layers, tmp_path):
     offload = {"host_state": first, "state_dict_type": kind, "async_save": async_save}
     saved = fit_layers(partial(Saving, num_batches=6), offload)

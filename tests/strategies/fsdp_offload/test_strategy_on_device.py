@@ -29,7 +29,7 @@ class LitBytes(ByteGPT):
 
     def __init__(self) -> None:
         super().__init__(NUM_LAYERS, WIDTH, 8, LENGTH, dropout=0.0)
-        self.seen: set[str] = set()
+        self.seen: set[tuple[str, str]] = set()
 
     validation_step = pl.LightningModule.validation_step
 
@@ -41,14 +41,13 @@ class LitBytes(ByteGPT):
 
     def on_train_batch_end(self, *unused: Any) -> None:
         for parameter in self.parameters():
-            shard, gradient = getattr(parameter, "_local_tensor", parameter), parameter.grad
-            gradient = getattr(gradient, "_local_tensor", gradient)
-            states = self.trainer.optimizers[0].state[parameter]
-            moments = [getattr(states[key], "_local_tensor", states[key]) for key in ("exp_avg", "exp_avg_sq")]
-            kinds = {"shard": [shard], "gradient": [gradient], "state": moments}
-            for kind, tensors in kinds.items():
-                self.seen |= {f"{kind} on {tensor.device.type}" for tensor in tensors}
-            self.seen |= {f"{kind} pinned" for kind in ("shard", "gradient") if kinds[kind][0].is_pinned()}
+            state = self.trainer.optimizers[0].state[parameter]
+            moments = {key: state[key] for key in ("exp_avg", "exp_avg_sq")}
+            for kind, tensor in {"shard": parameter, "gradient": parameter.grad, **moments}.items():
+                local = getattr(tensor, "_local_tensor", tensor)
+                self.seen.add((kind, local.device.type))
+                if kind in ("shard", "gradient") and local.is_pinned():
+                    self.seen.add((kind, "pinned"))
 
 
 class Peak(pl.Callback):
@@ -100,20 +99,18 @@ def finish(trainer: pl.Trainer) -> None:
 
 
 @pytest.fixture
-def fit(make_trainer: Any) -> Any:
-    def fit(make: Any, mode: str | None = None, *callbacks: pl.Callback, offload: Any = None, **options: Any) -> Any:
-        """Train from scratch; ``mode=None`` is a plain run."""
-        pl.seed_everything(0, verbose=False)
-        model = make()
-        arguments = {"min_params": 100, **MODES[mode], **(offload or {})} if mode is not None else None
-        strategy = FSDPOffloadStrategy(**arguments) if arguments is not None else "auto"
-        defaults = {"accelerator": ACCELERATOR, "devices": 1, "max_epochs": 1}
-        if mode is None and options.pop("precision", "32-true") == "bf16-mixed":
-            options["plugins"] = [LeanMixedPrecision("bf16")]  # Lightning's clips no fused optimizer
-        make_trainer(strategy=strategy, callbacks=list(callbacks), **{**defaults, **options}).fit(model)
-        return model
+def train(fit: Any) -> Any:
+    """Train by the strategy, or plainly if ``mode`` is ``None``."""
 
-    return fit
+    def train(make: Any, mode: str | None, *callbacks: pl.Callback, offload: Any = None, **options: Any) -> Any:
+        strategy: Any = "auto"
+        if mode is not None:
+            strategy = FSDPOffloadStrategy(**{"min_params": 100, **MODES[mode], **(offload or {})})
+        elif options.pop("precision", "32-true") == "bf16-mixed":
+            options["plugins"] = [LeanMixedPrecision("bf16")]  # Lightning's clips no fused optimizer
+        return fit(make, *callbacks, strategy=strategy, accelerator=ACCELERATOR, devices=1, **options)
+
+    return train
 
 
 def largest_difference(one: nn.Module, other: nn.Module) -> float:
@@ -127,24 +124,24 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
     [("32-true", 2e-6, {}), ("bf16-mixed", 2e-4, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2})],
     ids=["fp32", "bf16"],
 )
-def test_results_are_those_of_a_plain_run(make, precision, tolerance, options, fit):
-    plain = fit(make, None, precision=precision, **options)
+def test_results_are_those_of_a_plain_run(make, precision, tolerance, options, train):
+    plain = train(make, None, precision=precision, **options)
     for mode in MODES:  # AdamW's kernel on the host rounds otherwise than that on the device
-        ours = fit(make, mode, precision=precision, **options)
+        ours = train(make, mode, precision=precision, **options)
         is_exact = mode == "none" and make is Split and not options
         assert largest_difference(ours, plain) <= (0 if is_exact else tolerance), mode
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_where_weights_are_kept_changes_no_bit(precision, fit):
+def test_where_weights_are_kept_changes_no_bit(precision, train):
     options = {"precision": precision, "gradient_clip_val": 0.1}
-    ours = fit(Split, "params", **options)
-    assert_equal_weights(fit(Split, "optimizer", **options), ours)
-    assert_equal_weights(fit(Split, "params", offload={"narrow_transfers": False}, **options), ours)
-    assert_equal_weights(fit(Split, "params", offload={"pin_memory": False}, **options), ours)
+    ours = train(Split, "params", **options)
+    assert_equal_weights(train(Split, "optimizer", **options), ours)
+    assert_equal_weights(train(Split, "params", offload={"narrow_transfers": False}, **options), ours)
+    assert_equal_weights(train(Split, "params", offload={"pin_memory": False}, **options), ours)
 
 
-def test_three_blocks_are_on_the_device_at_most(fit):
+def test_three_blocks_are_on_the_device_at_most(train):
     model = LitBytes()
     block_bytes = sum(p.numel() * p.element_size() for p in model.net.blocks[0].parameters())
     root_bytes = sum(p.numel() * p.element_size() for p in model.parameters()) - NUM_LAYERS * block_bytes
@@ -152,21 +149,22 @@ def test_three_blocks_are_on_the_device_at_most(fit):
     activation_bytes = saved_bytes(model, lambda: model._loss(batch))
     allowed_bytes = 2 * (3 * block_bytes + root_bytes) + activation_bytes
     plain, ours = Peak(), Peak()
-    fit(LitBytes, None, plain)
-    fit(LitBytes, "params", ours)
+    train(LitBytes, None, plain)
+    train(LitBytes, "params", ours)
     assert ours.num_bytes <= allowed_bytes
     assert plain.num_bytes > 3 * NUM_LAYERS * block_bytes > allowed_bytes
 
 
-def test_gradients_and_states_are_on_the_host_and_pinned(fit):
-    model = fit(LitBytes, "params")
-    assert model.seen == {"shard on cpu", "gradient on cpu", "state on cpu", "shard pinned", "gradient pinned"}
+def test_gradients_and_states_are_on_the_host_and_pinned(train):
+    kinds = ("shard", "gradient", "exp_avg", "exp_avg_sq")
+    pinned = {("shard", "pinned"), ("gradient", "pinned")}
+    assert train(LitBytes, "params").seen == pinned | {(kind, "cpu") for kind in kinds}
 
 
 @pytest.mark.gpu
-def test_copies_have_a_stream_of_their_own(fit):
+def test_copies_have_a_stream_of_their_own(train):
     copies = Copies()
-    fit(LitBytes, "params", copies)
+    train(LitBytes, "params", copies)
     # of matrix products, by the names that cuBLAS has for them; those of Hopper and later begin with "nvjet"
     computing = copies.streams("gemm") | copies.streams("cutlass") | copies.streams("nvjet")
     assert computing
@@ -175,10 +173,10 @@ def test_copies_have_a_stream_of_their_own(fit):
 
 
 @pytest.mark.gpu
-def test_narrow_weights_and_gradients_are_half_as_many_bytes(fit):
+def test_narrow_weights_and_gradients_are_half_as_many_bytes(train):
     narrow, wide = Copies(), Copies()
-    fit(LitBytes, "params", narrow, precision="bf16-mixed")
-    fit(LitBytes, "params", wide, precision="bf16-mixed", offload={"narrow_transfers": False})
+    train(LitBytes, "params", narrow, precision="bf16-mixed")
+    train(LitBytes, "params", wide, precision="bf16-mixed", offload={"narrow_transfers": False})
     model = LitBytes()
     num_narrow = sum(p.numel() for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters())
     num_narrow -= model.net.head.weight.numel()  # is the embedding's as well
@@ -204,7 +202,7 @@ class Unseen(LitBytes):
 
 @pytest.mark.sim
 @pytest.mark.parametrize("windows", [1, 2])
-def test_gradients_come_to_memory_of_the_sizes_asked_for_and_used_again(fit, monkeypatch, windows):
+def test_gradients_come_to_memory_of_the_sizes_asked_for_and_used_again(train, monkeypatch, windows):
     """The device fails on races, such as memory that is given to the next while a copy is under way."""
     registered: list[int] = []  # bytes
 
@@ -217,8 +215,8 @@ def test_gradients_come_to_memory_of_the_sizes_asked_for_and_used_again(fit, mon
 
     monkeypatch.setattr(memory, "pin_in_place", pin)
     rounded = device_module().host_memory_stats()["allocated_bytes.current"]
-    model = fit(Unseen, "params", accumulate_grad_batches=windows)
-    assert largest_difference(fit(Unseen, None, accumulate_grad_batches=windows), model) < 2e-6
+    model = train(Unseen, "params", accumulate_grad_batches=windows)
+    assert largest_difference(train(Unseen, None, accumulate_grad_batches=windows), model) < 2e-6
     weights = sum(parameter.nbytes for parameter in model.parameters())
     asked = 2 * weights + (windows - 1) * 3 * max(registered)  # what is added to gradients is there for a moment
     assert 2 * weights <= sum(registered) <= 1.02 * asked

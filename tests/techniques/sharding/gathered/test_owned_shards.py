@@ -20,7 +20,7 @@ VALUES = torch.arange(6.0).view(3, 2)
 class Owner:
     """Writes to its shard late, as a step does, when somebody wants to use it."""
 
-    is_late = True
+    is_late, used = True, None
 
     def __init__(self, shard):
         self.local = shard._local_tensor.detach()

@@ -77,26 +77,19 @@ def names_of(root: nn.Module, found: set[nn.Module]) -> set[str]:
     return {name for name, module in root.named_modules() if module in found}
 
 
-@pytest.mark.parametrize("kind", [Direct, Decorated, ByMethod, InComprehension])
-def test_a_weight_that_a_forward_reads_is_found(kind):
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        *((kind, {"embedding"}) for kind in (Direct, Decorated, ByMethod, InComprehension)),
+        (InStep, {"", "embedding"}),  # the model itself has no forward
+        (Deep, {"inner", "inner.deep"}),
+        (OnlyAsked, set()),  # a shard answers as well
+        (InSetup, set()),
+    ],
+)
+def test_a_weight_that_a_forward_or_a_step_reads_is_found(kind, found):
     model = kind()
-    assert names_of(model, find_read_modules(model)) == {"embedding"}
-
-
-def test_a_weight_that_a_step_reads_is_found():
-    model = InStep()
-    assert names_of(model, find_read_modules(model)) == {"", "embedding"}  # the model itself has no forward
-
-
-def test_all_modules_on_the_way_are_found():
-    model = Deep()
-    assert names_of(model, find_read_modules(model)) == {"inner", "inner.deep"}
-
-
-@pytest.mark.parametrize("kind", [OnlyAsked, InSetup])
-def test_what_a_shard_answers_as_well_and_code_outside_of_forward_do_not_count(kind):
-    model = kind()
-    assert find_read_modules(model) == set()
+    assert names_of(model, find_read_modules(model)) == found
 
 
 def test_the_parts_of_attention_and_parametrizations_and_containers_are_read():
