@@ -49,9 +49,7 @@ def message(states: int, available: int) -> str:
     )
 
 
-def test_weights_and_gradients_are_refused_before_anything_is_sharded(
-    host: Any, fit: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_and_gradients_are_refused_before_anything_is_sharded(host, fit, monkeypatch):
     monkeypatch.setattr(FullSharding, "__init__", lambda *_: pytest.fail("it is sharded"))
     host(WEIGHTS)
     with pytest.raises(OffloadError) as raised:
@@ -74,8 +72,8 @@ class Untrained(Fused):
     ids=["fp32", "8bit", "average"],
 )
 def test_states_and_averages_are_refused_before_training_and_the_module_is_what_it_was(
-    offload: Any, callbacks: Any, states: int, averages: int, host: Any, fit: Any, make_trainer: Any
-) -> None:
+    offload, callbacks, states, averages, host, fit, make_trainer
+):
     needed, given_back = 2 * WEIGHTS + states + averages, WEIGHTS + averages
     just_enough = needed + (needed - given_back) - given_back  # as much again must stay free
     host(just_enough - 1)
@@ -93,14 +91,12 @@ def test_states_and_averages_are_refused_before_training_and_the_module_is_what_
 
 
 @pytest.mark.parametrize(("arguments", "method"), [({"offload": "none"}, "fit"), ({}, "validate")])
-def test_what_keeps_nothing_more_on_the_host_is_not_refused(
-    host: Any, make_trainer: Any, arguments: dict[str, Any], method: str
-) -> None:
+def test_what_keeps_nothing_more_on_the_host_is_not_refused(host, make_trainer, arguments, method):
     host(0)
     getattr(make_trainer(strategy=ForkingOffload(**arguments), max_steps=1), method)(Fused())
 
 
-def test_two_ranks_share_the_host_and_both_refuse(host: Any, fit: Any) -> None:
+def test_two_ranks_share_the_host_and_both_refuse(host, fit):
     host(WEIGHTS)
     with pytest.raises(Exception, match=r"OffloadError: ForkingOffload needs .* for its 2 ranks: weights"):
         fit(Split, strategy=ForkingOffload(), devices=2, max_steps=1)

@@ -42,9 +42,7 @@ class Looking(Fused):
 
 
 @pytest.mark.parametrize(("wanted", "idle_nodes_ok"), [(None, False), (True, True)])
-def test_threads_are_bound_during_the_fit(
-    machine: SimpleNamespace, make_trainer: Any, caplog: Any, wanted: bool | None, idle_nodes_ok: bool
-) -> None:
+def test_threads_are_bound_during_the_fit(machine, make_trainer, caplog, wanted, idle_nodes_ok):
     model = Looking()
     with caplog.at_level(logging.INFO):
         make_trainer(strategy=ForkingOffload(bind_to_numa_node=wanted), max_steps=1).fit(model)
@@ -57,7 +55,7 @@ def test_threads_are_bound_during_the_fit(
 
 
 @pytest.mark.parametrize("hook", ["configure_optimizers", "training_step"])
-def test_threads_are_let_go_after_an_error(machine: SimpleNamespace, make_trainer: Any, hook: str) -> None:
+def test_threads_are_let_go_after_an_error(machine, make_trainer, hook):
     fail_in(Looking(), hook, make_trainer(strategy=ForkingOffload(), max_steps=1))
     assert machine.asked
     assert os.sched_getaffinity(0) == machine.before
@@ -66,8 +64,6 @@ def test_threads_are_let_go_after_an_error(machine: SimpleNamespace, make_traine
 @pytest.mark.parametrize(
     ("arguments", "method"), [({"bind_to_numa_node": False}, "fit"), ({"offload": "none"}, "fit"), ({}, "validate")]
 )
-def test_threads_are_left_alone(
-    machine: SimpleNamespace, make_trainer: Any, arguments: dict[str, Any], method: str
-) -> None:
+def test_threads_are_left_alone(machine, make_trainer, arguments, method):
     getattr(make_trainer(strategy=ForkingOffload(**arguments), max_steps=1), method)(Fused())
     assert machine.asked == []

@@ -49,9 +49,7 @@ def forbid_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
 @MAKERS
 @pytest.mark.parametrize("make_other", [make_file, make_folder])
 @pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
-def test_the_new_takes_the_place_of_the_old(
-    path: Path, make: Callable, make_other: Callable, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_new_takes_the_place_of_the_old(path, make, make_other, can_exchange, monkeypatch):
     if not can_exchange:
         forbid_exchange(monkeypatch)
     for maker, text in [(make, "first"), (make_other, "second"), (make, "third")]:
@@ -62,7 +60,7 @@ def test_the_new_takes_the_place_of_the_old(
 
 
 @MAKERS
-def test_removing_leaves_nothing(path: Path, make: Callable):
+def test_removing_leaves_nothing(path, make):
     make(path, "old")
     make(temporary_path(path), "half")
     remove(path)
@@ -104,7 +102,7 @@ def is_killed(work: Callable[[], None]) -> bool:
     ],
 )
 def test_a_process_that_is_killed_leaves_the_old_or_the_new(
-    path: Path, owner: object, name: str, call: int, can_exchange: bool, survivor: str, monkeypatch: pytest.MonkeyPatch
+    path, owner, name, call, can_exchange, survivor, monkeypatch
 ):
     make_folder(path, "old")
     make_folder(temporary_path(path), "new")
@@ -123,7 +121,7 @@ def test_a_process_that_is_killed_leaves_the_old_or_the_new(
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_process_that_is_killed_while_it_removes_leaves_no_half(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_is_killed_while_it_removes_leaves_no_half(path, monkeypatch):
     make_folder(path, "old")
 
     def work() -> None:

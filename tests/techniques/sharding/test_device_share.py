@@ -1,13 +1,7 @@
 """Which groups of a module are where, and what they take: planned before, or while it trains."""
 
 import pytest
-from support.sharded_nets import (
-    WIDTH,
-    Net,
-    make,
-    on_ranks,
-    sharded,
-)
+from support.sharded_nets import WIDTH, Net, make, on_ranks, sharded
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 BLOCK = WIDTH * 9 + 9 + 9 * WIDTH + WIDTH

@@ -4,18 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.sharded_nets import (
-    MODES,
-    Net,
-    assert_same,
-    batch,
-    hosted,
-    loss_of,
-    make,
-    on_ranks,
-    take_step,
-    weights,
-)
+from support.sharded_nets import MODES, Net, assert_same, batch, hosted, loss_of, make, on_ranks, take_step, weights
 from torch import nn
 from torch.optim import SGD
 
