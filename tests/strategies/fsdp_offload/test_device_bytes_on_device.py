@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from support.devices import ACCELERATOR, DEVICE, device_module
 from support.helpers import assert_equal_weights
 from support.offload_nets import Split
-from torch import Tensor, nn
+from torch import Tensor
+from torch.testing import assert_close
 
 from lightning_vram.core.processes import leave_group
 from lightning_vram.optimizers import on_host
@@ -60,11 +61,6 @@ def state_bytes() -> int:
     return 16 * sum(parameter.numel() for parameter in Split().parameters())
 
 
-def largest_difference(one: nn.Module, other: nn.Module) -> float:
-    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
-    return max((a.cpu().double() - b.cpu().double()).abs().max().item() for a, b in pairs)
-
-
 @pytest.mark.parametrize(("precision", "tolerance", "accumulate"), [("32-true", 2e-6, 3), ("bf16-mixed", 2e-4, 1)])
 def test_what_stays_on_the_device_is_within_the_budget_and_grows_with_it(precision, tolerance, accumulate, train):
     options = {"precision": precision, "accumulate_grad_batches": accumulate}
@@ -75,20 +71,10 @@ def test_what_stays_on_the_device_is_within_the_budget_and_grows_with_it(precisi
         ours = train(device_bytes=share, **options)
         assert len(ours.sizes) == STEPS
         assert before <= max(ours.sizes) <= int(share * state_bytes())
-        assert largest_difference(ours, expected) <= tolerance  # AdamW's kernel on the host rounds otherwise
+        # AdamW's kernel on the host rounds otherwise
+        assert_close(ours.cpu().state_dict(), expected.cpu().state_dict(), rtol=0, atol=tolerance)
         before = max(ours.sizes)
     assert before == state_bytes()
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_the_modes_are_its_corners(precision, train):
-    corners = {"params": 0, "optimizer": 0.25, "none": 1.0}
-    if precision != "32-true":
-        del corners["optimizer"]  # there is room for more than copies, and the device rounds otherwise
-    for offload, device_bytes in corners.items():
-        mode, ours = train(offload=offload, precision=precision), train(device_bytes=device_bytes, precision=precision)
-        assert_equal_weights(ours, mode)
-        assert ours.sizes == mode.sizes
 
 
 def test_gradients_that_come_in_two_threads_begin_one_step(train, monkeypatch):
@@ -137,4 +123,4 @@ def test_states_are_loaded_to_where_their_shards_are(saved_by, loaded_by, train,
     expected = train(saver, device_bytes=saved_by, enable_checkpointing=True)
     resumed = train(device_bytes=loaded_by, ckpt_path=tmp_path / "step=3.ckpt")
     assert max(resumed.sizes) == max(train(device_bytes=loaded_by, max_steps=1).sizes)
-    assert largest_difference(resumed, expected) <= 2e-6
+    assert_close(resumed.cpu().state_dict(), expected.cpu().state_dict(), rtol=0, atol=2e-6)

@@ -6,23 +6,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from support.helpers import ForkingOffload
+from support.helpers import ForkingOffload, LitManual, TinyGPT
 from support.offload_nets import Fused
 
 from lightning_vram import LeanMixedPrecision, MicroBatching
 from lightning_vram.strategies.fsdp_offload import base
 
 pytestmark = pytest.mark.distributed
-
-
-class Manual(Fused):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        self.manual_backward(self.loss(batch))
-        self.optimizers().step()
 
 
 class ReadsGradients(Fused):
@@ -116,7 +106,7 @@ CASES = [
     (WrapsLate, dict, (False, None)),
     (Skips, dict, (False, False)),
     (Fused, lambda: {"callbacks": [LambdaCallback(on_after_backward=lambda *_: None)]}, (False, None)),
-    (Manual, dict, (False, None)),
+    (lambda: LitManual(TinyGPT()), dict, (False, None)),
     (ReadsGradients, dict, (False, None)),
     (ChangesGradients, dict, (False, None)),
 ]

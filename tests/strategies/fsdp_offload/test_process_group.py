@@ -12,7 +12,6 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from support.ports import find_free_port
 
 from lightning_vram.core import processes
-from lightning_vram.core.processes import leave_group
 from lightning_vram.core.ranks import LostPeerError
 from lightning_vram.strategies.fsdp_offload.base import connect, default_backend
 
@@ -71,15 +70,6 @@ def test_the_group_is_made_once_and_destroyed_at_exit(port: int, at_exit: list[C
     at_exit[0]()
     assert not dist.is_initialized()
     assert at_exit == []
-
-
-def test_one_may_disconnect_earlier_and_connect_again(port: int, at_exit: list[Callable[[], None]]):
-    for _ in range(2):
-        connect(Environment(0, 1, port), "gloo", timeout=LONG, device=CPU)
-        leave_group()
-        leave_group()
-        assert not dist.is_initialized()
-        assert at_exit == []
 
 
 def test_a_group_of_the_users_own_stays_theirs(one_rank: None, at_exit: list[Callable[[], None]]):

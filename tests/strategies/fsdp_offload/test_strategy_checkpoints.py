@@ -26,9 +26,6 @@ class Noting(Split):
         super().__init__()
         self.file = file
 
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch)
-
     def on_train_batch_end(self, outputs, batch, batch_idx):
         loss = self.trainer.strategy.reduce(outputs["loss"].detach(), reduce_op="mean")
         if self.trainer.is_global_zero:

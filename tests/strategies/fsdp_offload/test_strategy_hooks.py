@@ -6,11 +6,23 @@ import pytest
 import torch
 from support.helpers import ForkingOffload
 from support.offload_nets import Fused, leave_group
+from support.written_nets import (
+    WAYS,
+    Averaged,
+    Clipped,
+    ClippedByOptimizer,
+    DecayedByHand,
+    Normalized,
+    Renormed,
+    Sharpness,
+)
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-pytestmark = pytest.mark.distributed
+from lightning_vram.private_names.fsdp2 import calls_derived_dispatch
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 class ReadsWeights(Fused):
@@ -120,3 +132,30 @@ def test_a_checkpoint_fills_layers_that_nothing_initializes(fit, make_trainer, t
     model = make()
     make_trainer(strategy=ForkingOffload(init_on_meta=True)).validate(model, ckpt_path=tmp_path / "plain.ckpt")
     assert torch.equal(model.extra.weight.full_tensor(), saved.extra.weight)
+
+
+# --- writes to weights by hand ---
+
+
+@pytest.mark.quick_sample(3)
+@pytest.mark.parametrize("where", ["step", "end of the batch", "before zero_grad"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_teacher_is_the_average_of_its_student(where, way, same_in_modes):
+    precision = "32-true" if where == "end of the batch" else "bf16-mixed"
+    modes = ("params", "none" if way == "data =" else "all in the root")
+    same_in_modes(lambda: Averaged(where, WAYS[way]), modes, precision=precision)
+
+
+@pytest.mark.quick_sample(2)
+@pytest.mark.parametrize("make", [Clipped, Normalized, Renormed])
+def test_weights_that_are_changed_by_hand_are_those_of_a_plain_run(make, same_in_modes):
+    same_in_modes(make, ("params", "all in the root"))
+
+
+@pytest.mark.slow_except("params-Sharpness", "optimizer-ClippedByOptimizer", "none-DecayedByHand")
+@pytest.mark.parametrize("make", [ClippedByOptimizer, Sharpness, DecayedByHand])
+@pytest.mark.parametrize("mode", ["params", "all in the root", "optimizer", "none"])
+def test_what_is_changed_by_way_of_the_optimizer_counts_in_the_step(make, mode, same_in_modes):
+    if make is Sharpness and not calls_derived_dispatch:
+        pytest.skip("writes to shards beside what is gathered are not seen before torch 2.13")
+    same_in_modes(make, (mode,))

@@ -2,26 +2,33 @@
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from support.devices import ACCELERATOR, allocate_workspaces, at_size, device_module
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from support.devices import ACCELERATOR, allocate_workspaces, device_module
 from support.helpers import assert_equal_weights, saved_bytes
-from support.offload_nets import MODES, FusedCNN, Split, adamw
+from support.host_layers import Layers, exceptions, host_bytes
+from support.offload_nets import MODES, Fused, FusedCNN, Split, adamw, leave_group
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torch.utils.data import DataLoader
 
 from lightning_vram import LeanMixedPrecision
 from lightning_vram.core.host import memory
 from lightning_vram.core.host.memory import make_host_tensor
 from lightning_vram.demos import ByteGPT
+from lightning_vram.optimizers import averages
+from lightning_vram.private_names.fsdp2 import local_shard
+from lightning_vram.private_names.lightning import average_of
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 
-pytestmark = [pytest.mark.device, pytest.mark.distributed]
+pytestmark = [pytest.mark.device, pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
+ON_DEVICE = {"accelerator": ACCELERATOR, "devices": 1}
 NUM_LAYERS, WIDTH, LENGTH = 8, 512, 16
-NUM_SAMPLES = at_size(16384, 2048)  # of a batch that does not fit
 
 
 class LitBytes(ByteGPT):
@@ -108,14 +115,9 @@ def train(fit: Any) -> Any:
             strategy = FSDPOffloadStrategy(**{"min_params": 100, **MODES[mode], **(offload or {})})
         elif options.pop("precision", "32-true") == "bf16-mixed":
             options["plugins"] = [LeanMixedPrecision("bf16")]  # Lightning's clips no fused optimizer
-        return fit(make, *callbacks, strategy=strategy, accelerator=ACCELERATOR, devices=1, **options)
+        return fit(make, *callbacks, strategy=strategy, **ON_DEVICE, **options)
 
     return train
-
-
-def largest_difference(one: nn.Module, other: nn.Module) -> float:
-    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
-    return max((a.cpu().double() - b.cpu().double()).abs().max().item() for a, b in pairs)
 
 
 @pytest.mark.parametrize("make", [Split, FusedCNN])
@@ -129,7 +131,8 @@ def test_results_are_those_of_a_plain_run(make, precision, tolerance, options, t
     for mode in MODES:  # AdamW's kernel on the host rounds otherwise than that on the device
         ours = train(make, mode, precision=precision, **options)
         is_exact = mode == "none" and make is Split and not options
-        assert largest_difference(ours, plain) <= (0 if is_exact else tolerance), mode
+        atol = 0 if is_exact else tolerance
+        assert_close(ours.cpu().state_dict(), plain.cpu().state_dict(), rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -216,8 +219,76 @@ def test_gradients_come_to_memory_of_the_sizes_asked_for_and_used_again(train, m
     monkeypatch.setattr(memory, "pin_in_place", pin)
     rounded = device_module().host_memory_stats()["allocated_bytes.current"]
     model = train(Unseen, "params", accumulate_grad_batches=windows)
-    assert largest_difference(train(Unseen, None, accumulate_grad_batches=windows), model) < 2e-6
+    plain = train(Unseen, None, accumulate_grad_batches=windows)
+    assert_close(model.cpu().state_dict(), plain.cpu().state_dict(), rtol=0, atol=2e-6)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     asked = 2 * weights + (windows - 1) * 3 * max(registered)  # what is added to gradients is there for a moment
     assert 2 * weights <= sum(registered) <= 1.02 * asked
     assert device_module().host_memory_stats()["allocated_bytes.current"] == rounded
+
+
+# --- how weights, states and averages are kept on the host ---
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.01}, {"accumulate_grad_batches": 2}])
+@pytest.mark.parametrize("form", ["bf16", "8bit"])
+def test_how_weights_and_states_are_kept_changes_no_bit(form, options, fit_layers, tmp_path):
+    make = partial(Layers, num_batches=8)
+    expected = fit_layers(make, {"host_state": form}, **ON_DEVICE, **options)
+    for more in ({"master": "split"}, {"offload": "optimizer"}, {"master": "split", "nvme_path": tmp_path}):
+        assert_equal_weights(fit_layers(make, {"host_state": form, **more}, **ON_DEVICE, **options), expected)
+
+
+class Adapted(Layers):
+    """Counts the bytes of the host, and looks where moments are."""
+
+    def __init__(self) -> None:
+        super().__init__(num_batches=6)
+        self.base = nn.Linear(16, 16, bias=False).requires_grad_(requires_grad=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(self.base(batch), batch_idx)
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        self.host_bytes.append(host_bytes(self) - exceptions(self))
+        states = self.trainer.optimizers[0].state.values()
+        moments = [local_shard(state[key]) for state in states for key in ("exp_avg", "exp_avg_sq")]
+        self.kinds = {(value.dtype, value.device.type) for value in moments}
+
+
+@pytest.mark.parametrize(
+    ("form", "master", "most"),
+    [
+        ("fp32", "fp32", 18),
+        ("fp32", "split", 14),
+        ("bf16", "fp32", 14),
+        ("bf16", "split", 10),
+        ("8bit", "split", 8.3),
+        ("4bit", "split", 7.3),
+    ],
+)
+def test_a_weight_takes_as_many_bytes_of_the_host_and_four_if_it_is_frozen(form, master, most, fit_layers):
+    model = fit_layers(Adapted, {"host_state": form, "master": master}, **ON_DEVICE)
+    num_bytes = model.host_bytes[-1] - 4 * model.base.weight.numel()
+    num_weights = sum(p.numel() for p in model.net.parameters())
+    assert num_bytes <= most * num_weights
+    assert "bit" in form or num_bytes == most * num_weights
+    assert model.kinds == {(torch.bfloat16 if form == "bf16" else torch.float32, "cpu")}
+
+
+class Weighed(Fused):
+    def on_train_batch_end(self, *unused: Any) -> None:
+        self.seen.append(device_module().memory_allocated())
+
+
+@pytest.mark.quick_sample(2)
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_an_average_takes_nothing_of_the_device(mode, fit, monkeypatch):
+    monkeypatch.setattr(averages, "PART_ELEMENTS", 512)
+    average, seen = EMAWeightAveraging(decay=0.9), []
+    for callbacks in ([average], []):
+        strategy = FSDPOffloadStrategy(**{"min_params": 100, **mode})
+        seen.append(fit(Weighed, *callbacks, strategy=strategy, **ON_DEVICE).seen)
+        leave_group()
+    assert seen[0] == seen[1]
+    assert {p.device.type for p in (*average_of(average).parameters(), *average_of(average).buffers())} == {"cpu"}

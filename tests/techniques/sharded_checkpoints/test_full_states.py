@@ -1,6 +1,7 @@
 """Whole states of sharded modules: the form of a plain module's, and back into the parts where they lie."""
 
 import copy
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD
 from torch.utils._pytree import tree_flatten
 
 from lightning_vram.techniques.sharded_checkpoints.states import (
@@ -21,7 +21,9 @@ from lightning_vram.techniques.sharded_checkpoints.states import (
     gather_optimizer_state,
     load_module_state,
     load_optimizer_state,
+    map_leaves,
     match_parameters,
+    snapshot,
 )
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -167,13 +169,29 @@ def test_numbers_that_skip_and_take_turns_are_those_of_their_groups(one_rank: No
         assert torch.equal(whole(loaded.state[parameter]["exp_avg"]), whole(values["exp_avg"]))
 
 
-def test_an_optimizer_with_other_groups_is_refused(one_rank: None):
-    net = make_net()
-    state = gather_optimizer_state(make_adamw(net))
-    with pytest.raises(ValueError, match="groups") as caught:
-        match_parameters(net, SGD([net.scale]), state)
-    sizes = [len(group["params"]) for group in state["param_groups"]]
-    assert str(caught.value) == (
-        f"The checkpoint's optimizer has {sizes} parameters in its groups, SGD of configure_optimizers has [1]. Return "
-        "the optimizer the checkpoint was saved with: the same parameters, in the same order."
-    )
+def test_a_snapshot_shares_nothing_with_what_it_was_taken_of(one_rank: None):
+    class Progress:
+        step = 1
+
+    sharded = make_net().head.bias
+    tree = {"a": [torch.ones(2), (sharded, 3)], "b": Progress(), "c": {"step": [1]}}
+    copied = snapshot(tree)
+    expected = sharded.full_tensor().clone()
+    tree["a"][0].zero_()
+    with torch.no_grad():
+        sharded.zero_()
+    tree["b"].step = 2
+    tree["c"]["step"].append(2)
+    assert torch.equal(copied["a"][0], torch.ones(2))
+    assert isinstance(copied["a"][1][0], DTensor)
+    assert torch.equal(copied["a"][1][0].full_tensor(), expected)
+    assert copied["b"].step == 1
+    assert copied["c"] == {"step": [1]}
+
+
+def test_classes_and_attributes_of_dicts_stay():
+    state = OrderedDict(a=1)
+    state._metadata = {"": {"version": 2}}
+    mapped = map_leaves(state, lambda leaf: leaf + 1)
+    assert type(mapped) is OrderedDict
+    assert (mapped, mapped._metadata) == (OrderedDict(a=2), state._metadata)

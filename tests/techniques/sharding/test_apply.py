@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -474,34 +475,23 @@ def test_two_ranks_have_their_module_back(tmp_path):
 # --- what a device would wait for ---
 
 
-class _Stream:
-    """A stream of torch.cuda that notes what it is told to wait for."""
-
-    def __init__(self) -> None:
-        self.waited: list[Any] = []
-
-    def wait_event(self, event: Any) -> None:
-        self.waited.append(event)
-
-    wait_stream = wait_event
-
-
 def test_the_computation_waits_for_what_is_fetched_on_its_own_kind_of_stream(mesh, monkeypatch):
     """The streams of torch.accelerator do not wait for events of torch.cuda, without a word."""
-    net, stream, fetched, reads = make(), _Stream(), object(), []
+    net, waited, fetched, reads = make(), [], object(), []
+    stream = Mock(wait_event=waited.append, wait_stream=waited.append)
     with sharded(net) as sharding:
         backward(net)
         group = sharding.groups[0]
         monkeypatch.setattr(group.device_handle, "current_stream", lambda: stream)
         for flat_shard in group.flat_shards:
-            monkeypatch.setattr(flat_shard, "note_read", lambda: reads.append(list(stream.waited)))
+            monkeypatch.setattr(flat_shard, "note_read", lambda: reads.append(list(waited)))
         group.unshard()
         group._fetched = fetched
         group.wait_for_unshard()
         group.wait_for_unshard()  # nothing was fetched since
-        assert stream.waited.count(fetched) == 1
+        assert waited.count(fetched) == 1
         assert len(reads) == len(group.flat_shards)
-        assert all(fetched in waited for waited in reads)
+        assert all(fetched in before for before in reads)
         group.reshard()
 
 

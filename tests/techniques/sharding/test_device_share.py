@@ -3,6 +3,8 @@
 import pytest
 from support.sharded_nets import WIDTH, Net, make, on_ranks, sharded
 
+from lightning_vram.techniques.sharding.flat_shards import plan_residency
+
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 BLOCK = WIDTH * 9 + 9 + 9 * WIDTH + WIDTH
 HEAD = WIDTH * 20 + 20
@@ -53,3 +55,33 @@ class Frozen(Net):
     def __init__(self) -> None:
         super().__init__()
         self.blocks.requires_grad_(requires_grad=False)
+
+
+FIRST, SECOND, THIRD = (40, 160), (8, 32), (20, 80)  # bytes of the copy, and of all: 10, 2 and 5 weights in float32
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "places"),
+    [
+        (0, ["host", "host", "host"]),
+        (27, ["host", "copy", "host"]),  # the first does not fit, what is behind it does
+        (28, ["host", "copy", "copy"]),
+        (68, ["copy", "copy", "copy"]),
+        (68 + 24, ["copy", "device", "copy"]),  # 12 bytes more for each weight
+        (68 + 119, ["copy", "device", "device"]),
+        (68 + 120, ["device", "copy", "copy"]),
+        (68 + 144, ["device", "device", "copy"]),
+        (272, ["device", "device", "device"]),
+        (10**9, ["device", "device", "device"]),
+    ],
+)
+def test_copies_come_first_and_the_first_groups(budget_bytes, places):
+    assert plan_residency([FIRST, SECOND, THIRD], budget_bytes) == places
+
+
+def test_a_frozen_group_of_which_there_is_a_copy_has_nothing_on_the_host():
+    assert plan_residency([(8, 8), (8, 32)], 8) == ["device", "host"]
+
+
+def test_a_group_without_parameters_stays_where_it_is():
+    assert plan_residency([(0, 0)], 10) == ["host"]

@@ -1,7 +1,5 @@
 """Weights come in 16 bit where nobody can tell: by what the code names, and by the calls of layers in a batch."""
 
-import gc
-import weakref
 from functools import partial
 
 import pytest
@@ -12,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.techniques.mixed_precision.weight_casts import find_autocast_weights
 from lightning_vram.techniques.sharding import FullSharding, ShardingOptions
-from lightning_vram.techniques.sharding.flat_shards import FlatShard
 from lightning_vram.techniques.sharding.grouping import find_named_weights, plan_sharding_groups
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -64,23 +61,6 @@ def stock_weights(kind):
     return {name for name, _ in make(kind).named_parameters() if "norm" not in name}
 
 
-def test_stock_layers_are_narrow_from_the_second_batch(mesh, monkeypatch):
-    net, seen, fetch = make(), [], FlatShard.fetch
-    with sharded(net, **narrow(net)) as sharding:
-        assert any(flat_shard.has_low_precision for flat_shard in flat_shards_of(sharding))
-
-        def note(flat_shard):
-            if flat_shard.has_low_precision:
-                seen.append(flat_shard.transfer_dtype)
-            return fetch(flat_shard)
-
-        monkeypatch.setattr(FlatShard, "fetch", note)
-        for dtype in (torch.float32, torch.bfloat16):
-            seen.clear()
-            train(net, 1)
-            assert set(seen) == {dtype}
-
-
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -110,23 +90,6 @@ def test_attention_may_ask_for_dtypes_and_others_may_not(kind, mesh):
     assert flat_shards
     assert not any(flat_shard.is_on_trial or flat_shard.needs_fp32 for flat_shard in flat_shards)
     sharding.remove(make_whole=False)
-
-
-def test_gradients_that_are_kept_in_16_bit_do_not_keep_the_module(mesh):
-    net = make()
-    options = ShardingOptions(is_split=True, **narrow(net))
-    sharding = FullSharding(net, mesh, plan_sharding_groups(net, min_params=100), options)
-    for seed in range(2):
-        net.zero_grad()
-        with autocast():
-            loss_of(net, batch(seed)).backward()
-    parameters = [parameter for group in sharding.groups for parameter in group.fsdp_params]
-    assert any(parameter.low_precision_gradient is not None for parameter in parameters)
-    sharding.remove(make_whole=False)
-    module = weakref.ref(net)
-    del net, sharding, parameters
-    gc.collect()
-    assert module() is None
 
 
 class Siamese(Net):
