@@ -120,7 +120,8 @@ def test_a_step_begins_early_where_nobody_can_tell(make, make_arguments, expecte
     make_early = base.make_early
     monkeypatch.setattr(base, "make_early", lambda trainer: noting(early, make_early(trainer)))
     monkeypatch.setattr(base, "may_clip_late", noting(late, base.may_clip_late))
-    fit(make, strategy=ForkingOffload(), **make_arguments())
+    arguments = make_arguments()
+    fit(make, *arguments.pop("callbacks", []), strategy=ForkingOffload(), **arguments)
     assert (early, late) == tuple({one} - {None} for one in expected)
 
 

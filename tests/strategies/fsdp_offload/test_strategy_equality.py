@@ -107,7 +107,7 @@ def train(fit: Any) -> Any:
     return train
 
 
-@pytest.mark.quick_sample(6)
+@pytest.mark.quick_sample(5)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_weights_of_one_process_are_those_of_a_plain_run_to_the_bit(name, precision, train):

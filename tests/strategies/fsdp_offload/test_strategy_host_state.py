@@ -70,11 +70,13 @@ def test_a_weight_takes_as_many_bytes(form, master, bytes_each, fit_layers):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("form", FORMS[::-1])
 def test_weights_are_the_same_whatever_way_they_and_states_are_kept(form, optimizer, fit_layers, tmp_path, monkeypatch):
-    make = partial(Layers, optimizer, num_batches=8)  # RAdam is another from its sixth step on
+    make = partial(
+        Layers, optimizer, num_batches=8 if optimizer is RAdam else 5
+    )  # it is another from its sixth step on
     expected = fit_layers(make, {"host_state": form})
     assert not all(map(torch.equal, expected.parameters(), fit_layers(make).parameters()))
-    for offload in ({"master": "split"}, {"offload": "optimizer"}, {"nvme_path": tmp_path}):
-        assert_equal_weights(fit_layers(make, {"host_state": form, **offload}), expected)
+    assert_equal_weights(fit_layers(make, {"host_state": form, "offload": "optimizer"}), expected)
+    assert_equal_weights(fit_layers(make, {"host_state": form, "nvme_path": tmp_path}), expected)
     monkeypatch.setattr(disk_states, "CHUNK_ELEMENTS", 4096)
     offload = {"host_state": form, "master": "split", "nvme_path": tmp_path}
     assert_equal_weights(fit_layers(make, offload), expected)
@@ -311,7 +313,7 @@ def whole(tensor: Any) -> Tensor:
 
 @pytest.mark.parametrize("offload", [{}, {"offload": "optimizer"}])
 def test_split_weights_are_read_and_written_by_hand(offload, fit_both):
-    split, plain = fit_both(partial(Handled, num_batches=12), offload)
+    split, plain = fit_both(partial(Handled, num_batches=8), offload)
     assert split.seen == plain.seen
 
 
@@ -355,13 +357,13 @@ class Written(Handled):
             torch.save(weights, f"{self.trainer.default_root_dir}/{self.trainer.strategy.arguments.master}.pt")
 
 
-@pytest.mark.quick_sample(2)
+@pytest.mark.quick_sample(1)
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.01}, {"accumulate_grad_batches": 2}])
 @pytest.mark.parametrize("form", ["8bit", "bf16", "fp32"])
 def test_two_ranks_train_to_the_same_bits(form, options, fit_layers, tmp_path):
     for master in ("split", "fp32"):
         offload = {"master": master, "host_state": form}
-        fit_layers(partial(Written, num_batches=12), offload, devices=2, **options)
+        fit_layers(partial(Written, num_batches=8), offload, devices=2, **options)
     split, plain = (torch.load(tmp_path / f"{master}.pt") for master in ("split", "fp32"))
     assert split.keys() == plain.keys()
     assert all(torch.equal(split[name], plain[name]) for name in plain)
