@@ -57,24 +57,21 @@ def train(fit: Any) -> Any:
     return train
 
 
-def state_bytes() -> int:
-    return 16 * sum(parameter.numel() for parameter in Split().parameters())
-
-
 @pytest.mark.parametrize(("precision", "tolerance", "accumulate"), [("32-true", 2e-6, 3), ("bf16-mixed", 2e-4, 1)])
 def test_what_stays_on_the_device_is_within_the_budget_and_grows_with_it(precision, tolerance, accumulate, train):
     options = {"precision": precision, "accumulate_grad_batches": accumulate}
+    state_bytes = 16 * sum(parameter.numel() for parameter in Split().parameters())
     expected = train(**options)
     assert set(expected.sizes) == {0}
     before = 0
     for share in SHARES:
         ours = train(device_bytes=share, **options)
         assert len(ours.sizes) == STEPS
-        assert before <= max(ours.sizes) <= int(share * state_bytes())
+        assert before <= max(ours.sizes) <= int(share * state_bytes)
         # AdamW's kernel on the host rounds otherwise
         assert_close(ours.cpu().state_dict(), expected.cpu().state_dict(), rtol=0, atol=tolerance)
         before = max(ours.sizes)
-    assert before == state_bytes()
+    assert before == state_bytes
 
 
 def test_gradients_that_come_in_two_threads_begin_one_step(train, monkeypatch):

@@ -1,4 +1,4 @@
-"""Which groups of a module are where, and what they take: planned before, or while it trains."""
+"""Which groups of a module stay on the device, or have a copy there."""
 
 import pytest
 from support.sharded_nets import WIDTH, Net, make, on_ranks, sharded
@@ -12,9 +12,9 @@ NORM = 2 * WIDTH
 ALL = 3 * BLOCK + HEAD + NORM
 
 
-def plan(net, device_bytes, **options):
+def plan(net, device_bytes):
     """Return the places of groups: the root, the blocks, the head."""
-    with sharded(net, device_bytes=device_bytes, **options) as sharding:
+    with sharded(net, device_bytes=device_bytes) as sharding:
         copied = [group.flat_shards[0].resident is not None for group in sharding.groups]
         pairs = zip(sharding.groups, copied, strict=True)
         return ["device" if group.landing is None else "copy" if is_copied else "host" for group, is_copied in pairs]
