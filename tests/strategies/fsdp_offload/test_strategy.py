@@ -92,16 +92,6 @@ def test_predictions_are_those_of_a_plain_run(make_trainer):
     assert torch.equal(ours[0], expected[0])
 
 
-class Compiled(Fused):
-    """One layer compiled in place, one wrapped."""
-
-    def __init__(self):
-        super().__init__()
-        torch._dynamo.reset()
-        self.net.blocks[0].compile(backend="aot_eager")
-        self.net.blocks[1] = torch.compile(self.net.blocks[1], backend="aot_eager")
-
-
 class GANOnTwoRanks(GAN):
     def training_step(self, batch, batch_idx):
         super().training_step([part[self.trainer.global_rank :: self.trainer.world_size] for part in batch], batch_idx)

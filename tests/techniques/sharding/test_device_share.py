@@ -1,7 +1,7 @@
 """Which groups of a module stay on the device, or have a copy there."""
 
 import pytest
-from support.sharded_nets import WIDTH, Net, make, on_ranks, sharded
+from support.sharded_nets import WIDTH, make, on_ranks, sharded
 
 from lightning_vram.techniques.sharding.flat_shards import plan_residency
 
@@ -47,14 +47,6 @@ def count_padding():
 
 def test_each_rank_counts_its_shards_and_what_they_are_padded_by(tmp_path):
     on_ranks(tmp_path, count_padding, num_ranks=4)
-
-
-class Frozen(Net):
-    """Of which a part is not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks.requires_grad_(requires_grad=False)
 
 
 FIRST, SECOND, THIRD = (40, 160), (8, 32), (20, 80)  # bytes of the copy, and of all: 10, 2 and 5 weights in float32
