@@ -63,7 +63,7 @@ def test_any_share_of_the_device_gives_the_same_bits(variant, train):
         assert set(found[4]) == {"device"}
 
 
-@pytest.mark.quick_sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(None, 0.5), (0.5, None), (1.0, 0.1)])
 def test_a_checkpoint_goes_on_with_another_share(saved_by, loaded_by, train, tmp_path):
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)

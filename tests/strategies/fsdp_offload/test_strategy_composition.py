@@ -26,13 +26,7 @@ READS_WEIGHTS = {"TokenTiling", "ChunkedLoss"}  # of tiled modules and of the he
 CALLBACKS = [name for name in ALL_CALLBACKS if name not in REFUSED]
 
 
-@pytest.mark.slow_except(
-    "Fused-ActivationCheckpointing",
-    "Fused-ActivationOffload",
-    "Fused-MicroBatching",
-    "FusedCNN-InPlaceFusion",
-    "FusedCNN-AccumulationScheduler",
-)
+@pytest.mark.slow_except("Fused-ActivationCheckpointing", "Fused-MicroBatching", "FusedCNN-InPlaceFusion")
 @pytest.mark.parametrize("name", CALLBACKS)
 @pytest.mark.parametrize("make", [Fused, FusedCNN])
 def test_callbacks(name, make, same_in_modes):
@@ -100,7 +94,7 @@ def test_manual_optimization_with_the_precision_plugin(same_as_baseline):
     same_as_baseline(GAN, baseline=plain, strategy=strategy, plugins=[LeanMixedPrecision("bf16")])
 
 
-@pytest.mark.slow_except("ActivationCheckpointing", "MicroBatching")
+@pytest.mark.slow_except("MicroBatching")
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_callbacks_on_two_ranks(name, same_as_baseline):
     options = {"devices": 2, "use_distributed_sampler": False}

@@ -68,7 +68,7 @@ def test_a_weight_takes_as_many_bytes(form, master, bytes_each, fit_layers):
 @pytest.mark.quick_sample(1)
 @pytest.mark.usefixtures("_small_parts")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("form", FORMS[::-1])
+@pytest.mark.parametrize("form", FORMS)
 def test_weights_are_the_same_whatever_way_they_and_states_are_kept(form, optimizer, fit_layers, tmp_path, monkeypatch):
     make = partial(
         Layers, optimizer, num_batches=8 if optimizer is RAdam else 5
