@@ -60,18 +60,6 @@ def test_a_second_scaling_replaces_the_first_and_one_is_exact(net):
     assert net["plain"].momentum == 0.3
 
 
-def test_two_are_nested(net):
-    outer, inner = NormMomentum(net), NormMomentum(net)
-    outer.scale(1 / 2)
-    between = momenta(net)
-    inner.scale(1 / 3)
-    assert 1 - (1 - net["plain"].momentum) ** 6 == pytest.approx(0.3, abs=1e-15)
-    inner.restore()
-    assert momenta(net) == between
-    outer.restore()
-    assert net["plain"].momentum == 0.3
-
-
 def test_mode_counts_at_the_time_of_scaling(net):
     momentum = NormMomentum(net)
     net["plain"].eval()

@@ -1,13 +1,11 @@
 """Gradients averaged and buffers broadcast by hand, against what DistributedDataParallel does itself."""
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support.sharded_nets import on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import fully_shard
@@ -25,17 +23,6 @@ from lightning_vram.core.gradients import (
 )
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
-
-
-def run_rank(rank: int, path: str, world_size: int, check: Callable[..., None], args: tuple[object, ...]) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", world_size), rank=rank, world_size=world_size)
-    check(rank, *args)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def on_ranks(path: Path, check: Callable[..., None], *args: object, world_size: int = 2) -> None:
-    mp.start_processes(run_rank, (str(path), world_size, check, args), nprocs=world_size, start_method="fork")
 
 
 class Net(nn.Module):
@@ -79,7 +66,8 @@ def assert_same(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) 
         assert tensor is None or torch.equal(tensor.to_dense(), other[name].to_dense()), name
 
 
-def compare(rank: int, bucket_bytes: int, as_view: bool) -> None:
+def compare_three_steps(bucket_bytes: int, as_view: bool) -> None:
+    rank = dist.get_rank()
     averaging._BUCKET_BYTES = bucket_bytes
     theirs, ours = make(gradient_as_bucket_view=as_view), make(gradient_as_bucket_view=as_view)
     for step in range(3):
@@ -103,14 +91,14 @@ def compare(rank: int, bucket_bytes: int, as_view: bool) -> None:
                 parameter.grad = None
 
 
-@pytest.mark.parametrize("as_view", [True, False])
-@pytest.mark.parametrize("bucket_bytes", [1, 200, 25 * 2**20], ids=["one each", "some", "all together"])
-def test_gradients_have_the_bits_of_the_reducer(tmp_path, bucket_bytes, as_view):
-    on_ranks(tmp_path, compare, bucket_bytes, as_view)
+def gradients_have_the_bits_of_the_reducer() -> None:
+    for bucket_bytes in (1, 200, 25 * 2**20):  # one bucket each, for some, for all together
+        for as_view in (True, False):
+            compare_three_steps(bucket_bytes, as_view)
 
 
-def compare_with_three(rank: int) -> None:
-    theirs, ours = make(), make()
+def gradients_of_three_are_averaged() -> None:
+    rank, theirs, ours = dist.get_rank(), make(), make()
     x = torch.randn(4, 7, generator=torch.Generator().manual_seed(rank))
     theirs(x, rank == 1).sum().backward()
     with ours.no_sync():
@@ -120,12 +108,12 @@ def compare_with_three(rank: int) -> None:
         torch.testing.assert_close(tensor, gradients(theirs)[name], msg=name)
 
 
-def test_gradients_of_three_ranks_are_averaged(tmp_path):
-    on_ranks(tmp_path, compare_with_three, world_size=3)
+def test_three_ranks(tmp_path):
+    on_ranks(tmp_path, gradients_of_three_are_averaged, num_ranks=3)
 
 
-def reduce_in_turns(rank: int) -> None:
-    theirs, ours = make(), make()
+def the_reducer_takes_over_where_we_stopped() -> None:
+    rank, theirs, ours = dist.get_rank(), make(), make()
     for step in range(4):
         for ddp in (ours, theirs):
             ddp.zero_grad()
@@ -140,10 +128,6 @@ def reduce_in_turns(rank: int) -> None:
         assert_same(gradients(ours), gradients(theirs))
 
 
-def test_the_reducer_takes_over_where_we_stopped(tmp_path):
-    on_ranks(tmp_path, reduce_in_turns)
-
-
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -156,10 +140,10 @@ class Words(nn.Module):
         return words + self.bag(indices.view(1, -1) % 9) if use_bag else words
 
 
-def refuse_sparse(rank: int) -> None:
+def sparse_gradients_are_refused_on_all_ranks() -> None:
     ddp = DistributedDataParallel(Words())
     with ddp.no_sync():
-        ddp(torch.tensor([1, 2]), rank == 1).sum().backward()  # no bag on rank 0
+        ddp(torch.tensor([1, 2]), dist.get_rank() == 1).sum().backward()  # no bag on rank 0
     for embedding in (ddp.module.words, ddp.module.bag):
         message = r"cannot average sparse gradients .* of the parameter \[\d+, 3\]\. Use sparse=False, or a fixed size"
         with pytest.raises(ValueError, match=message):
@@ -168,11 +152,7 @@ def refuse_sparse(rank: int) -> None:
     reduce_gradients(ddp)
 
 
-def test_sparse_gradients_are_refused_on_all_ranks(tmp_path):
-    on_ranks(tmp_path, refuse_sparse)
-
-
-def ignore(rank: int) -> None:
+def ignored_parameters_stay_local() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     net.register_parameter("own", nn.Parameter(torch.ones(2)))  # ignored by its name, not by the reducer
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.weight", "own"])
@@ -182,14 +162,10 @@ def ignore(rank: int) -> None:
     for reduce in (lambda ddp: None, reduce_gradients):
         ddp.zero_grad()
         with ddp.no_sync() if reduce is reduce_gradients else torch.enable_grad():
-            ddp(torch.full((3, 2), float(rank + 1))).sum().backward()
+            ddp(torch.full((3, 2), dist.get_rank() + 1.0)).sum().backward()
         reduce(ddp)
         pairs.append({name: tensor.clone() for name, tensor in gradients(ddp).items()})
     assert_same(*pairs)
-
-
-def test_ignored_parameters_stay_local(tmp_path):
-    on_ranks(tmp_path, ignore)
 
 
 class LargestHeld(TorchDispatchMode):
@@ -215,15 +191,11 @@ def test_a_tensor_that_fills_a_bucket_is_not_copied(one_rank, monkeypatch):
     assert all(bool((tensor == 1).all()) for tensor in tensors)
 
 
-def average_other_strides(rank: int) -> None:
-    values = torch.arange(24.0).view(1, 2, 3, 4) * (rank + 1)
-    tensor = values.to(memory_format=torch.channels_last) if rank == 1 else values.clone()
+def ranks_may_lay_a_gradient_out_differently() -> None:
+    values = torch.arange(24.0).view(1, 2, 3, 4) * (dist.get_rank() + 1)
+    tensor = values.to(memory_format=torch.channels_last) if dist.get_rank() == 1 else values.clone()
     averaging.average_dense([tensor], dist.group.WORLD)
     assert torch.equal(tensor, torch.arange(24.0).view(1, 2, 3, 4) * 1.5)
-
-
-def test_ranks_may_lay_a_gradient_out_differently(tmp_path):
-    on_ranks(tmp_path, average_other_strides)
 
 
 class Normed(nn.Module):
@@ -238,8 +210,8 @@ class Normed(nn.Module):
         return y
 
 
-def broadcast(rank: int) -> None:
-    theirs, ours = DistributedDataParallel(Normed()), DistributedDataParallel(Normed())
+def buffers_are_broadcast_once_whatever_fails() -> None:
+    rank, theirs, ours = dist.get_rank(), DistributedDataParallel(Normed()), DistributedDataParallel(Normed())
     for step in range(3):
         x = torch.randn(5, 3, generator=torch.Generator().manual_seed(2 * step + rank))
         theirs(x).sum().backward()
@@ -260,15 +232,16 @@ def broadcast(rank: int) -> None:
     assert ours.will_sync_module_buffers()
 
 
-def test_buffers_are_broadcast_once_whatever_fails(tmp_path):
-    on_ranks(tmp_path, broadcast)
-
-
-def test_a_static_graph_fails_under_no_sync(one_rank):
-    """The reason why it is refused: when this passes, it need not be."""
-    ddp = DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
-    with ddp.no_sync(), pytest.raises(RuntimeError, match="expect_autograd_hooks_ INTERNAL ASSERT FAILED"):
-        ddp(torch.ones(1, 2)).sum().backward()
+def test_two_ranks(tmp_path):
+    on_ranks(
+        tmp_path,
+        gradients_have_the_bits_of_the_reducer,
+        the_reducer_takes_over_where_we_stopped,
+        sparse_gradients_are_refused_on_all_ranks,
+        ignored_parameters_stay_local,
+        ranks_may_lay_a_gradient_out_differently,
+        buffers_are_broadcast_once_whatever_fails,
+    )
 
 
 def test_what_only_the_reducer_can_do_is_named(one_rank):
@@ -301,7 +274,3 @@ def test_collectives_in_a_forward_are_named(one_rank, monkeypatch):
     assert has_collectives_in_forward(sharded) == "FSDP2 modules"
     parallel = distribute_module(nn.Linear(2, 2), mesh)
     assert has_collectives_in_forward(parallel) == "DTensor parameters, as of tensor parallelism"
-
-
-def test_no_collectives_without_ranks():
-    assert has_collectives_in_forward(nn.SyncBatchNorm(2)) is None

@@ -4,7 +4,6 @@ import pytest
 import torch
 from support.devices import DEVICE
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_vram.core.gradients import scale_gradients
@@ -45,16 +44,11 @@ def test_sparse_gradients_stay_sparse(factor):
 
 
 @pytest.mark.parametrize("factor", FACTORS, ids=["number", "tensor"])
-def test_a_shard_is_multiplied_in_its_place(factor):
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        parameter = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
-        parameter.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-        scale_gradients([parameter], factor)
-        assert parameter.grad.full_tensor().tolist() == [1.5] * 4
-    finally:
-        torch.distributed.destroy_process_group()
+def test_a_shard_is_multiplied_in_its_place(mesh, factor):
+    parameter = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+    parameter.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    scale_gradients([parameter], factor)
+    assert parameter.grad.full_tensor().tolist() == [1.5] * 4
 
 
 @pytest.mark.device

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_vram.core.host import memory
 from lightning_vram.core.host.memory import ChunkedSpace, HostArena
-from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import GIB, KIB, MIB
 from lightning_vram.techniques.activation_offload import ActivationOffloading
 
@@ -63,14 +62,6 @@ def test_blocks_do_not_overlap_and_begin_where_any_dtype_may(arena) -> None:
     assert arena.num_blocks == len(blocks)
 
 
-def test_something_large_spans_chunks(arena) -> None:
-    first = arena.take(MIB - 100)
-    block = arena.take(3 * MIB + 5)
-    assert [piece.numel() for piece in block.pieces] == [64, 2 * MIB, MIB - 59]
-    assert sum(piece.numel() for piece in block.pieces) == 3 * MIB + 5
-    assert first.pieces[0].numel() == MIB - 100
-
-
 def test_memory_is_used_again_when_the_last_of_a_chunk_is_gone(arena) -> None:
     one, two, three = (arena.take(512 * KIB) for _ in range(3))
     assert arena.total_bytes == 3 * MIB
@@ -85,18 +76,6 @@ def test_memory_is_used_again_when_the_last_of_a_chunk_is_gone(arena) -> None:
     assert five.pieces[1].data_ptr() == place
     assert arena.total_bytes == 3 * MIB
     assert three.pieces[0].numel() == 512 * KIB
-
-
-def test_two_hundred_steps_take_what_one_takes(arena) -> None:
-    generator = random.Random(0)
-    sizes = [generator.randrange(1, MIB) for _ in range(20)]
-    for _ in range(200):
-        blocks = [arena.take(size) for size in sizes]
-        blocks.reverse()
-        while blocks:
-            del blocks[-1]
-        assert arena.total_bytes == 15 * MIB
-        assert arena.num_blocks == 0
 
 
 def test_blocks_may_die_in_any_thread(arena) -> None:
@@ -152,13 +131,6 @@ def test_closed_it_has_nothing_and_what_lies_there_can_be_read(arena) -> None:
     gc.enable()
 
 
-def test_a_tracker_does_not_see_it(arena) -> None:
-    with track_memory() as tracker:
-        block = arena.take(100)
-    assert tracker.timeline.peak_bytes == 0
-    assert block.pieces[0].numel() == 100
-
-
 def test_fake_memory_is_on_the_host_and_there_is_enough(monkeypatch) -> None:
     monkeypatch.setattr(memory, "available_host_bytes", lambda: 0)
     with FakeTensorMode():
@@ -166,21 +138,6 @@ def test_fake_memory_is_on_the_host_and_there_is_enough(monkeypatch) -> None:
         block = arena.take(100 * MIB)
     assert {type(piece) for piece in block.pieces} == {FakeTensor}
     assert {piece.device.type for piece in block.pieces} == {"cpu"}
-
-
-def test_space_comes_back_if_filling_a_block_is_interrupted(monkeypatch) -> None:
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    space = Ranges()
-    monkeypatch.setattr(Ranges, "_cut", fail)
-    with pytest.raises(KeyboardInterrupt):
-        space.take(MIB)
-    monkeypatch.undo()
-    gc.collect()
-    assert space.num_blocks == 0
-    assert space.take(MIB) is not None
-    assert space.total_bytes == MIB
 
 
 def test_each_device_has_memory_of_its_own() -> None:

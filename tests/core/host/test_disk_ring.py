@@ -4,7 +4,6 @@ import errno
 import gc
 import os
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,6 @@ from lightning_vram.core.host.disk import DiskBlock, DiskRing
 from lightning_vram.core.host.memory import OffloadError
 from lightning_vram.core.host.transfers import Copies
 from lightning_vram.memory.units import GIB, MIB
-from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -39,20 +37,16 @@ def read(block: DiskBlock, num_bytes: int) -> Tensor:
     return target
 
 
-@pytest.mark.parametrize("num_bytes", [1, 64, 1000, MIB, 7 * MIB + 13])
-def test_bytes_come_back(ring, num_bytes: int) -> None:
+@pytest.mark.parametrize("num_bytes", [1, 1000, 7 * MIB + 13])
+def test_bytes_come_back_from_a_file_without_a_name(ring, tmp_path, num_bytes: int) -> None:
     block, source = write(ring, num_bytes)
     for _ in range(2):
         assert torch.equal(read(block, num_bytes), source)
-
-
-def test_the_file_has_no_name(ring, tmp_path) -> None:
-    write(ring, 100)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_space_is_used_again_and_staging_is_bounded(ring) -> None:
-    for step in range(50):
+    for step in range(10):
         written = [write(ring, MIB + 7 * number, step + number) for number in range(6)]
         arrivals = []
         for block, source in reversed(written):
@@ -179,47 +173,13 @@ def test_forgotten_it_closes_itself_and_waits_for_no_thread(tmp_path, monkeypatc
     assert file.closed
 
 
-def test_a_training_step_reports_a_broken_disk(tmp_path, monkeypatch) -> None:
-    def fail(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    weight = torch.randn(64, 64).requires_grad_()
-    offloading = ActivationOffloading(min_offload_bytes=1, disk_path=tmp_path)
-    with offloading:
-        loss = weight.sin().sin().sum()
-    monkeypatch.setattr(disk.os, "preadv", fail)
-    with pytest.raises(RuntimeError, match="could not be written or read"):
-        loss.backward()
-    offloading.close()
-    monkeypatch.undo()
-    with offloading:
-        weight.sin().sin().sum().backward()
-    offloading.close()
-
-
-def test_each_device_has_copies_of_its_own(ring) -> None:
-    made = []
-
-    def make(name: str) -> Callable[[], Copies]:
-        return lambda: made.append(name) or Copies()
-
-    one, other = make("cuda:0"), make("cuda:1")
-    block, source = write(ring, 100)
-    for make_copies in (one, other, one, other):
-        target = torch.empty(100, dtype=torch.uint8)
-        block.read(target, make_copies, None).wait(target)
-        assert torch.equal(target, source)
-    assert made == ["cuda:0", "cuda:1"]
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_staging_buffers_are_not_lost(ring, monkeypatch, error: type[BaseException]) -> None:
+def test_staging_buffers_are_not_lost(ring, monkeypatch) -> None:
     def fail(*_, **__):
-        raise error
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(Copies, "send", fail)
     for _ in range(5):
-        with pytest.raises(error):
+        with pytest.raises(KeyboardInterrupt):
             write(ring, 1000)
     monkeypatch.undo()
     block, source = write(ring, 5 * MIB)

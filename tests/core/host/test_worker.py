@@ -61,32 +61,6 @@ def test_an_error_reaches_everybody_who_asks_and_jobs_after_it_are_dropped(worke
     assert not done
 
 
-def test_without_an_error_a_check_says_nothing(worker):
-    worker.submit(nothing).wait()
-    worker.check()
-    worker.check_alive()
-
-
-def test_even_an_exit_in_a_job_is_handed_on(worker):
-    def leave() -> None:
-        raise SystemExit(3)
-
-    with pytest.raises(SystemExit):
-        worker.submit(leave).wait()
-    with pytest.raises(SystemExit):
-        worker.check()
-
-
-def test_drain_returns_when_all_is_done(worker):
-    go, done = threading.Event(), []
-    worker.submit(lambda: done.append(go.wait(PATIENCE)))
-    drained = threading.Thread(target=lambda: (worker.drain(), done.append("drained")))
-    drained.start()
-    go.set()
-    drained.join(PATIENCE)
-    assert done == [True, "drained"]
-
-
 def test_stop_ends_the_thread_after_what_was_given(worker):
     done = []
     for index in range(3):
@@ -98,14 +72,6 @@ def test_stop_ends_the_thread_after_what_was_given(worker):
     worker.drain()
     with pytest.raises(RuntimeError, match=r"^The thread 'a worker' ended with unfinished jobs: was the process "):
         worker.check_alive()
-
-
-def test_a_ticket_of_a_thread_that_is_gone_does_not_wait_for_ever(worker, monkeypatch):
-    monkeypatch.setattr(transfers, "PATIENCE_SECONDS", 0.01)
-    worker.stop()
-    ticket = worker.submit(nothing)
-    with pytest.raises(RuntimeError, match="ended with unfinished jobs"):
-        ticket.wait()
 
 
 def test_the_thread_ends_with_its_worker():

@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_vram.core.operators import num_alike, operator_work, parts_of
+from lightning_vram.core.operators import operator_work, parts_of
 from lightning_vram.private_names.dispatcher import FakeTensorMode
 
 
@@ -35,13 +35,3 @@ def test_the_work_of_a_fake_is_that_of_a_real_tensor():
     assert seen == [(0, 3), (3, 6), (6, 9), (9, 11)]
     assert of_fake == [(0, 3), (9, 11)]
     assert (fake.num_bytes, fake.num_calls) == (real.num_bytes, real.num_calls) == (2 * 11 * 4 * 4, 4)
-
-
-def test_an_error_in_a_part_leaves_nothing_behind():
-    with FakeTensorMode() as mode:
-        fake = mode.from_tensor(torch.ones(6))
-        parts = parts_of(6, 3, fake)
-        next(parts)
-        assert num_alike() == 2
-        parts.close()
-    assert num_alike() == 1

@@ -1,12 +1,11 @@
 """FLOP equivalents are worked out by hand; families and names are those of torch.ops."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_vram.core import operators
@@ -83,7 +82,6 @@ def test_a_thin_product_costs_its_memory_traffic() -> None:
     [
         pytest.param(aten.relu.default, (meta(10, 10),), 800, id="reads and writes"),
         pytest.param(aten.relu_.default, (meta(10, 10),), 800, id="in place likewise"),
-        pytest.param(aten.add.Tensor, (meta(10, 10), meta(10, 10)), 1200, id="two inputs"),
         pytest.param(aten.add.Tensor, (meta(10, 10), meta(10).expand(10, 10)), 840, id="an expanded input"),
         pytest.param(aten.add.Tensor, (meta(10, 10, dtype=torch.bfloat16), 1.0), 400, id="half the width"),
         pytest.param(aten.cat.default, ([meta(10), meta(20)],), 240, id="a list of inputs"),
@@ -124,15 +122,6 @@ def test_an_operator_of_another_library_costs_its_memory_traffic() -> None:
         assert resolve_operators(["lightning_vram_cost.twice"]) == {torch.ops.lightning_vram_cost.twice.default}
 
 
-def test_a_formula_that_fails_leaves_the_memory_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> int:
-        raise AssertionError
-
-    monkeypatch.setitem(flop_counter.flop_registry, aten.mm, fail)
-
-    assert run(aten.mm.default, meta(1024, 1024), meta(1024, 1024)) == BALANCE * 3 * 4 * 1024**2
-
-
 def test_without_torchs_formulas_products_are_counted_by_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "_FLOP_FORMULAS", {})
 
@@ -164,25 +153,8 @@ def test_a_transformer_layer_has_four_products_and_attention() -> None:
     assert len(costly) == 4
     assert set(costly) <= {"aten.mm.default", "aten.addmm.default"}
     assert all(cost > 0 for _, cost, is_of_family in costs.seen if is_of_family)
-
-
-def test_a_convolution_is_costly_and_its_norm_is_not() -> None:
-    with Costs() as costs:
-        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())(torch.zeros(1, 3, 8, 8))
-
-    assert [name for name, _, is_of_family in costs.seen if is_of_family] == ["aten.convolution.default"]
-
-
-def test_flex_attention_is_costly() -> None:
-    (operator,) = resolve_operators(["higher_order.flex_attention"])
-
-    assert is_costly(operator)
-
-
-def test_backward_operators_and_plain_functions_are_not_costly() -> None:
-    assert not is_costly(aten.convolution_backward.default)
     assert not is_costly(aten._scaled_dot_product_flash_attention_backward.default)
-    assert not is_costly(F.linear)
+    assert is_costly(*resolve_operators(["higher_order.flex_attention"]))
 
 
 def test_this_torch_knows_the_usual_names() -> None:
@@ -196,56 +168,30 @@ def test_this_torch_knows_the_usual_names() -> None:
 @pytest.mark.parametrize("name", ["aten.mm", "torch.ops.aten.mm", "aten::mm"])
 def test_a_name_without_overload_means_all_overloads(name: str) -> None:
     assert resolve_operators([name]) == {getattr(aten.mm, overload) for overload in aten.mm.overloads()}
-
-
-@pytest.mark.parametrize("name", ["aten.mm.default", "torch.ops.aten.mm.default"])
-def test_a_name_with_overload_means_that_one(name: str) -> None:
-    assert resolve_operators([name, name]) == {aten.mm.default}
+    assert resolve_operators([f"{name}.default"]) == {aten.mm.default}
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "close"),
     [
-        (
-            "aten.mmm",
-            "operators='aten.mmm' is not an operator of torch.ops. Close names: {close}. Write "
-            "'namespace.name' as under torch.ops, and import the library that defines it first.",
-        ),
-        (
-            "nowhere_xyzzy.flash",
-            "operators='nowhere_xyzzy.flash' is not an operator of torch.ops. Write 'namespace.name' as "
-            "under torch.ops, and import the library that defines it first.",
-        ),
-        (
-            "aten.addmm.other",
-            "operators='aten.addmm.other' is not an operator of torch.ops. Close names: {close}. Write "
-            "'namespace.name' as under torch.ops, and import the library that defines it first.",
-        ),
-        (
-            "addmm",
-            "operators='addmm' is not an operator of torch.ops. Close names: {close}. Write "
-            "'namespace.name' as under torch.ops, and import the library that defines it first.",
-        ),
+        ("aten.mmm", "'aten.mm'"),
+        ("aten.addmm.other", "'aten.addmm'"),
+        ("addmm", "'aten.addmm'"),
+        ("nowhere_xyzzy.flash", None),
+        ("", None),
+        ("aten.mm.default.x", "'aten.mm'"),
+        ("aten.__class__", None),
     ],
 )
-def test_an_unknown_name_is_refused_with_close_ones(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=r"is not an operator of torch\.ops") as caught:
+def test_an_unknown_name_is_refused_with_close_ones(name: str, close: str | None) -> None:
+    message = (
+        rf"^operators='{name}' is not an operator of torch\.ops\.( Close names: (?P<close>.*)\.)? Write "
+        r"'namespace\.name' as under torch\.ops, and import the library that defines it first\.$"
+    )
+    with pytest.raises(ValueError, match=message) as caught:
         resolve_operators([name])
-
-    text = str(caught.value)
-    if "{close}" in message:
-        start, _, end = message.partition("{close}")
-        close = text.removeprefix(start).removesuffix(end)
-        assert text == start + close + end
-        assert repr("aten.mm" if name == "aten.mmm" else "aten.addmm") in close.split(", ")
-    else:
-        assert text == message
-
-
-@pytest.mark.parametrize("name", ["", "aten", "aten.", "aten.mm.default.x", "load_library.x", "aten.__class__"])
-def test_what_is_no_name_of_an_operator_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"is not an operator of torch\.ops"):
-        resolve_operators([name])
+    found = re.match(message, str(caught.value))["close"]
+    assert close is None or close in found.split(", ")
 
 
 def test_wrong_kinds_are_refused() -> None:

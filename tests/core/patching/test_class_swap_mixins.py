@@ -13,19 +13,7 @@ from lightning_vram.core.patching import mixin_for
 T = TypeVar("T")
 
 
-class Slotted:
-    __slots__ = ()
-
-
 class AbstractFirst(ABC, Net):
-    pass
-
-
-class GenericFirst(Generic[T], Net):
-    pass
-
-
-class SlottedFirst(Slotted, Net):
     pass
 
 
@@ -39,7 +27,7 @@ class Derived(AbstractFirst):
 
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("kind", [AbstractFirst, GenericFirst, SlottedFirst, GenericLast, Derived])
+@pytest.mark.parametrize("kind", [AbstractFirst, GenericLast, Derived])
 def test_a_module_is_sharded_and_gets_its_class_back(mesh, kind):
     for _ in range(2):  # the second time the class that it gets is there
         net = make(kind)

@@ -23,10 +23,3 @@ def test_a_pickle_needs_no_class_of_this_package():
         assert other.extra_repr() == "in_features=2, out_features=2, bias=True"
     shadow.remove()
     assert "extra_repr" not in vars(owner)
-
-
-def test_stand_ins_over_one_another_are_all_left_out():
-    owner = nn.Linear(2, 2)
-    MethodPatch(owner, "extra_repr", partial(partial, answer))
-    MethodPatch(owner, "extra_repr", partial(partial, answer))
-    assert pickle.loads(pickle.dumps(owner)).extra_repr() == "in_features=2, out_features=2, bias=True"

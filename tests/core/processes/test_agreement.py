@@ -2,28 +2,19 @@
 
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support.sharded_nets import on_ranks
 
 from lightning_vram.core.ranks import RankAgreement, RankAgreementError
 
 SHORT = timedelta(seconds=3)  # longer than a busy machine keeps one of two ranks from coming
 LATE = (
-    r"^Rank 0 waited for a decision of all ranks, but another rank did not answer within 3 s or has died\. "
+    r"^Rank 0 waited for a decision of all ranks, but another rank did not answer within {} s or has died\. "
     r"See the log of that rank\.$"
 )
-
-
-def join(rank: int, path: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", 2), rank=rank, world_size=2)
-
-
-def start(run_rank, path: Path, *args: object) -> None:
-    mp.start_processes(run_rank, (str(path), *args), nprocs=2, start_method="fork")
 
 
 def test_one_rank_agrees_with_itself():
@@ -36,181 +27,117 @@ def test_one_rank_agrees_with_itself():
     agreement.close()
 
 
-@pytest.mark.parametrize("timeout", [timedelta(), timedelta(seconds=-1)])
-def test_a_timeout_is_positive(timeout):
-    with pytest.raises(ValueError, match=rf"^RankAgreement\(timeout\) must be positive, got {timeout}\.$"):
-        RankAgreement(timeout)
+def test_a_timeout_is_positive():
+    with pytest.raises(ValueError, match=r"^RankAgreement\(timeout\) must be positive, got 0:00:00\.$"):
+        RankAgreement(timedelta())
 
 
-def agree(rank: int, path: str) -> None:
-    join(rank, path)
-    agreement = RankAgreement()
+def agree_on_the_largest() -> None:
+    rank, agreement = dist.get_rank(), RankAgreement()
     assert not agreement.is_alone
     big = 2**53 + 1  # not a float64
     assert agreement.largest(rank, -rank, big * rank) == (1, 0, big)
     assert agreement.largest() == ()
     agreement.close()
     agreement.close()
-    with pytest.raises(RankAgreementError, match=r"^The agreement between ranks was closed\.$"):
-        agreement.largest(1)
-    again = RankAgreement()  # a second fit
-    assert again.largest(rank) == (1,)
-    dist.barrier()
-    dist.destroy_process_group()
-    again.close()  # its group is gone already
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert RankAgreement().is_alone
+    for decide in (lambda: agreement.largest(1), lambda: agreement.begin_largest(1), lambda: agreement.gather(1)):
+        with pytest.raises(RankAgreementError, match=r"^The agreement between ranks was closed\.$"):
+            decide()
+    RankAgreement().close()  # a second fit
 
 
-@pytest.mark.distributed
-def test_ranks_agree_on_the_largest(tmp_path):
-    start(agree, tmp_path)
-
-
-def wait_for_a_rank_that_never_comes(rank: int, path: str, by_call: bool) -> None:
-    join(rank, path)
-    agreement = RankAgreement() if by_call else RankAgreement(SHORT)
-    longer = timedelta(minutes=1)  # than for any decision, which is the most there is
-    started = time.monotonic()
-    if rank == 0:
-        with pytest.raises(RankAgreementError, match=LATE) as caught:
-            agreement.largest(1, timeout=SHORT if by_call else longer)
-        assert isinstance(caught.value.__cause__, RuntimeError)
-        assert time.monotonic() - started < 20
-    dist.barrier()  # the other one comes, too late
-    started = time.monotonic()
-    with pytest.raises(RankAgreementError, match="did not answer within"):
-        agreement.largest(1)
-    assert time.monotonic() - started < 2  # it does not wait again
-    agreement.close()
-    dist.barrier()  # other groups go on
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total == 2
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow_except("True")
-@pytest.mark.distributed
-@pytest.mark.parametrize("by_call", [True, False])
-def test_a_rank_that_never_comes_is_an_error_and_no_hang(tmp_path, by_call):
-    start(wait_for_a_rank_that_never_comes, tmp_path, by_call)
-
-
-def die(rank: int, path: str) -> None:
-    join(rank, path)
-    agreement = RankAgreement()
-    agreement.largest(0)
-    if rank == 0:
-        with pytest.raises(RankAgreementError, match="has died"):
-            agreement.largest(1)
-
-
-@pytest.mark.distributed
-def test_a_rank_that_died_is_noticed_at_once(tmp_path):
-    started = time.monotonic()
-    start(die, tmp_path)
-    assert time.monotonic() - started < 20  # of half an hour
-
-
-def make_alone(rank: int, path: str) -> None:
-    join(rank, path)
-    if rank == 0:
-        with pytest.raises(RankAgreementError, match=LATE):
-            RankAgreement(SHORT)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_group_that_a_rank_does_not_make_is_an_error(tmp_path):
-    start(make_alone, tmp_path)
-
-
-def make_slowly(rank: int, path: str) -> None:
-    join(rank, path)
-    made = Path(path) / "made"
-    new_group = dist.new_group
-
-    def connect_slowly(**options: object) -> dist.ProcessGroup:
-        group = new_group(**options)
-        time.sleep(0.3)
-        made.touch()
-        return group
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 0:
-            patch.setattr(dist, "new_group", connect_slowly)
-        RankAgreement()
-    assert made.exists()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-@pytest.mark.distributed
-def test_no_rank_has_a_group_which_it_could_close_while_another_still_connects(tmp_path):
-    start(make_slowly, tmp_path)
-
-
-def begin(rank: int, path: str) -> None:
-    join(rank, path)
-    agreement = RankAgreement()
+def go_on_between_the_begin_and_the_end_of_a_decision() -> None:
+    rank, agreement = dist.get_rank(), RankAgreement()
     if rank == 0:
         first = agreement.begin_largest(rank, -rank)  # it does not wait for the other
-        (Path(path) / "begun").touch()
-    else:
-        while not (Path(path) / "begun").exists():
-            pass
+    dist.barrier()
+    if rank == 1:
         first = agreement.begin_largest(rank, -rank)
     second = agreement.begin_largest(10 * rank)
     assert first() == (1, 0)
     assert second() == (10,)
     assert agreement.begin_largest()() == ()
-    agreement.close()
-    with pytest.raises(RankAgreementError, match=r"^The agreement between ranks was closed\.$"):
-        agreement.begin_largest(1)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-@pytest.mark.distributed
-def test_ranks_go_on_between_the_begin_and_the_end_of_a_decision(tmp_path):
-    start(begin, tmp_path)
-
-
-def gather(rank: int, path: str) -> None:
-    join(rank, path)
-    agreement = RankAgreement()
+def gather_values_in_the_order_of_ranks() -> None:
+    rank, agreement = dist.get_rank(), RankAgreement()
     gathered = agreement.gather({"rank": rank, "tensor": torch.tensor([rank] * (rank + 1))})
     assert [each["rank"] for each in gathered] == [0, 1]
     assert [each["tensor"].tolist() for each in gathered] == [[0], [1, 1]]
-    agreement.close()
-    with pytest.raises(RankAgreementError, match=r"^The agreement between ranks was closed\.$"):
-        agreement.gather(1)
+
+
+def have_no_group_that_could_be_closed_while_another_rank_still_connects() -> None:
+    new_group = dist.new_group
+    until = time.monotonic() + 0.3  # the same clock on both
+
+    def connect_slowly(**options: object) -> dist.ProcessGroup:
+        group = new_group(**options)
+        time.sleep(0.3)
+        return group
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(dist, "new_group", connect_slowly)
+        RankAgreement()
+    assert time.monotonic() >= until
+
+
+def make_an_error_of_a_rank_that_never_comes() -> None:
+    by_call, to_gather = RankAgreement(), RankAgreement(SHORT)
+    started = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(RankAgreementError, match=LATE.format(0.5)) as caught:
+            by_call.largest(1, timeout=timedelta(seconds=0.5))
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        with pytest.raises(RankAgreementError, match=LATE.format(3)):
+            to_gather.gather(1)
+        assert time.monotonic() - started < 20
+    dist.barrier()  # the other one comes, too late
+    started = time.monotonic()
+    for decide in (lambda: by_call.largest(1), lambda: to_gather.gather(1)):
+        with pytest.raises(RankAgreementError, match="did not answer within"):
+            decide()
+    assert time.monotonic() - started < 2  # it does not wait again
+    by_call.close()
+    dist.barrier()  # other groups go on
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 2
+
+
+def are_alone_without_the_group() -> None:
+    agreement = RankAgreement()
     dist.barrier()
     dist.destroy_process_group()
+    agreement.close()  # its group is gone already
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert RankAgreement().is_alone
 
 
 @pytest.mark.distributed
-def test_values_are_gathered_in_the_order_of_ranks(tmp_path):
-    start(gather, tmp_path)
+def test_two_ranks(tmp_path):
+    on_ranks(
+        tmp_path,
+        agree_on_the_largest,
+        go_on_between_the_begin_and_the_end_of_a_decision,
+        gather_values_in_the_order_of_ranks,
+        have_no_group_that_could_be_closed_while_another_rank_still_connects,
+        make_an_error_of_a_rank_that_never_comes,
+        are_alone_without_the_group,
+    )
 
 
-def gather_alone(rank: int, path: str, ends_later: bool) -> None:
-    join(rank, path)
-    agreement = RankAgreement(SHORT)
-    if rank == 0:
-        with pytest.raises(RankAgreementError, match=LATE):
-            agreement.begin_largest(1)() if ends_later else agreement.gather(1)
-        with pytest.raises(RankAgreementError, match=LATE):
-            agreement.gather(1)  # at once
-    dist.barrier()
-    dist.destroy_process_group()
+def leave_after_a_decision() -> None:
+    agreement = RankAgreement()
+    agreement.largest(0)
+    if dist.get_rank() == 0:
+        with pytest.raises(RankAgreementError, match="has died"):
+            agreement.largest(1)
+    raise SystemExit(0)
 
 
-@pytest.mark.slow_except("False")
 @pytest.mark.distributed
-@pytest.mark.parametrize("ends_later", [True, False])
-def test_a_rank_that_does_not_come_to_a_gathering_is_an_error(tmp_path, ends_later):
-    start(gather_alone, tmp_path, ends_later)
+def test_a_rank_that_died_is_noticed_at_once(tmp_path):
+    started = time.monotonic()
+    on_ranks(tmp_path, leave_after_a_decision)
+    assert time.monotonic() - started < 20  # of half an hour

@@ -31,12 +31,6 @@ def test_a_group_is_left_at_exit(at_exit):
     assert at_exit == []
 
 
-def test_no_group_is_no_error(at_exit):
-    leave_group_at_exit()
-    at_exit[0]()
-    leave_group()
-
-
 def test_a_group_may_be_left_earlier(at_exit):
     connect()
     leave_group_at_exit()

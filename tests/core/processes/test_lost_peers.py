@@ -89,16 +89,6 @@ def test_the_innermost_context_names_the_place_and_one_may_be_entered_again(capl
     assert len(caplog.messages) == 2
 
 
-def test_the_place_is_asked_for_after_an_error_only():
-    def refuse() -> str:
-        raise AssertionError
-
-    with naming_lost_peers(0, 2, refuse):
-        pass
-    with pytest.raises(RuntimeError, match=r"^no$"), naming_lost_peers(0, 2, refuse):
-        raise RuntimeError("no")
-
-
 def kill(rank: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -71,18 +71,11 @@ def test_ranks_on_both_nodes_share_theirs(bind: Any) -> None:
 
 
 def test_a_crowded_node_gives_fewer_threads(bind: Any) -> None:
-    binding, _ = bind([0, 1, 2])
-    assert binding.num_threads == 2
-    binding, _ = bind([2, 0])
-    assert binding.num_threads == 4
-    binding, _ = bind([0, 1, 1, 1, 2])
-    assert binding.num_threads == 1
-    binding, _ = bind([0, 1], idle_nodes_ok=True)
-    assert binding.num_threads == 2
+    num_threads = {(0, 1, 2): 2, (2, 0): 4, (0, 1, 1, 1, 2): 1}
+    assert {devices: bind(list(devices))[0].num_threads for devices in num_threads} == num_threads
 
 
 def test_a_node_is_not_left_idle_unless_told_to(bind: Any) -> None:
-    assert bind([0]) == (None, [])
     assert bind([0, 1]) == (None, [])
     binding, bound = bind([2], idle_nodes_ok=True)
     assert bound == [{4, 5, 6, 7}]
@@ -106,23 +99,16 @@ def test_ranks_with_cores_of_their_own_have_all_that_are_on_the_node(bind: Any, 
     assert binding.num_threads == 2
 
 
-def test_a_device_that_does_not_tell_is_left_alone(bind: Any, tmp_path: Path) -> None:
-    assert bind([None], idle_nodes_ok=True) == (None, [])
-    assert bind_to_node_of(torch.device("cpu"), 1, idle_nodes_ok=True, root=tmp_path) is None
-
-
-def test_a_machine_of_one_node_is_left_alone(bind: Any, root: Path) -> None:
-    (root / "sys/devices/system/node/node1/cpulist").unlink()
-    (root / "sys/devices/system/node/node0/cpulist").write_text("0-7")
-    assert bind([0], idle_nodes_ok=True) == (None, [])
-
-
-def test_a_system_that_forbids_it_is_left_alone(bind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_tell_or_forbids_it_is_left_alone(bind: Any, root: Path, monkeypatch: Any) -> None:
     def refuse(logical_cpu_indices: set[int]) -> None:
         raise PermissionError
 
+    assert bind([None], idle_nodes_ok=True) == (None, [])
     monkeypatch.setattr(processes, "bind_threads", refuse)
     assert bind([0, 2]) == (None, [])
+    (root / "sys/devices/system/node/node1/cpulist").unlink()
+    (root / "sys/devices/system/node/node0/cpulist").write_text("0-7")  # a machine of one node
+    assert bind([0], idle_nodes_ok=True) == (None, [])
 
 
 class Sleeper:

@@ -1,29 +1,12 @@
 """All ranks train the same model, or say on every rank why not."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support.sharded_nets import on_ranks
 from torch import nn
 
 from lightning_vram.core.ranks import check_same_modules, spread_values
-
-NUM_RANKS = 3
-
-
-def run_rank(rank: int, path: str, check: Callable[[int], None]) -> None:
-    store = dist.FileStore(f"{path}/store", NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-    check(rank)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def on_ranks(path: Path, check: Callable[[int], None]) -> None:
-    mp.start_processes(run_rank, (str(path), check), nprocs=NUM_RANKS, start_method="fork")
 
 
 def build() -> nn.Module:
@@ -52,43 +35,33 @@ def without_norm(model: nn.Module) -> nn.Module:
 
 ONE = "parameter 'one.weight' has shape (3, 2), float32, requires_grad=True"
 TWO = "parameter 'two.weight' has shape (3, 2), float32, requires_grad=True"
+NORM = "parameter 'norm.weight' has shape (3,), float32, requires_grad=True"
 DIFFERENCES = {  # on rank 1 only
-    lambda model: model.double(): (
-        f"{ONE} on ranks 0, 2 but parameter 'one.weight' has shape (3, 2), float64, requires_grad=True on rank 1"
-    ),
-    freeze: (
-        f"{TWO} on ranks 0, 2 but parameter 'two.weight' has shape (3, 2), float32, requires_grad=False on rank 1"
-    ),
+    lambda model: model.double(): f"{ONE} on ranks 0, 2 but {ONE.replace('32', '64')} on rank 1",
+    freeze: f"{TWO} on ranks 0, 2 but {TWO.replace('True', 'False')} on rank 1",
     tie: f"{TWO} on ranks 0, 2 but parameter 'two.weight' is the same as 'one.weight' on rank 1",
-    without_norm: (
-        "parameter 'norm.weight' has shape (3,), float32, requires_grad=True on ranks 0, 2 but nothing more on rank 1"
-    ),
+    without_norm: f"{NORM} on ranks 0, 2 but nothing more on rank 1",
     turn: f"{ONE} on ranks 0, 2 but {TWO} on rank 1",
 }
 
 
-def check_differences(rank: int) -> None:
+def models_that_differ_are_refused_on_every_rank_alike() -> None:
     check_same_modules(build())
     for change, difference in DIFFERENCES.items():
         model = build()
         with pytest.raises(ValueError, match="The model differs") as caught:
-            check_same_modules(change(model) if rank == 1 else model)
+            check_same_modules(change(model) if dist.get_rank() == 1 else model)
         assert str(caught.value) == (
             f"The model differs between ranks: {difference}. "
             "Build it from the same arguments in the same order on every rank."
         )
     pair = dist.new_group([0, 2])
-    if rank != 1:
+    if dist.get_rank() != 1:
         check_same_modules(build(), pair)
 
 
-@pytest.mark.distributed
-def test_models_that_differ_are_refused_on_every_rank_alike(tmp_path):
-    on_ranks(tmp_path, check_differences)
-
-
-def check_spreading(rank: int) -> None:
-    expected, model = build(), build()
+def values_that_differ_become_those_of_the_first_rank() -> None:
+    rank, expected, model = dist.get_rank(), build(), build()
     with torch.no_grad():
         spread_values(model)
         if rank == 2:
@@ -114,12 +87,8 @@ def check_spreading(rank: int) -> None:
     assert (special["bf16"], special["bool"].item(), special["meta"].is_meta) == (0, False, True)
 
 
-@pytest.mark.distributed
-def test_values_that_differ_become_those_of_the_first_rank(tmp_path):
-    on_ranks(tmp_path, check_spreading)
-
-
-def check_meta(rank: int) -> None:
+def values_on_some_ranks_only_are_refused_and_groups_have_a_first_rank_of_their_own() -> None:
+    rank = dist.get_rank()
     model = build() if rank == 0 else build().to("meta")
     with pytest.raises(
         ValueError,
@@ -135,16 +104,16 @@ def check_meta(rank: int) -> None:
 
 
 @pytest.mark.distributed
-def test_values_on_some_ranks_only_are_refused_and_groups_have_a_first_rank_of_their_own(tmp_path):
-    on_ranks(tmp_path, check_meta)
+def test_three_ranks(tmp_path):
+    on_ranks(
+        tmp_path,
+        models_that_differ_are_refused_on_every_rank_alike,
+        values_that_differ_become_those_of_the_first_rank,
+        values_on_some_ranks_only_are_refused_and_groups_have_a_first_rank_of_their_own,
+        num_ranks=3,
+    )
 
 
-def test_alone_there_is_nothing_to_compare(one_rank):
-    model = build()
-    check_same_modules(model)
-    spread_values(model)
-
-
-def test_nothing_is_compared_without_processes():
+def test_without_processes_nothing_is_compared():
     check_same_modules(build())
     spread_values(build())

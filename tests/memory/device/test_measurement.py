@@ -39,10 +39,6 @@ def test_names_its_sizes():
     }
 
 
-def test_takes_other_sizes_by_their_names():
-    doubled = READING.with_sizes({name: 2 * size for name, size in READING.sizes().items()})
-    assert doubled.sizes() == {name: 2 * size for name, size in READING.sizes().items()}
-    assert (doubled.step, doubled.seconds_per_batch) == (READING.step, READING.seconds_per_batch)
 
 
 def test_a_timeline_adds_categories():
@@ -82,10 +78,6 @@ def test_what_is_nested_too_deep_or_no_text_is_named(tmp_path):
         read_measurements(path)
 
 
-def test_a_line_separator_of_unicode_ends_no_line(tmp_path):
-    path = tmp_path / "vram.jsonl"
-    path.write_text(json.dumps(asdict(READING) | {"device": "c\u2028pu"}, ensure_ascii=False), encoding="utf-8")
-    assert read_measurements(path)[0].device == "c\u2028pu"
 
 
 def test_an_empty_file_is_named(tmp_path):

@@ -70,10 +70,6 @@ def test_knows_the_classes(error, source):
     assert read_out_of_memory(error) is source
 
 
-def test_a_real_one_on_this_machine():
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(2**60, dtype=torch.uint8)
-    assert read_out_of_memory(caught.value) is OutOfMemorySource.HOST
 
 
 @pytest.mark.parametrize(
@@ -92,28 +88,8 @@ def test_other_errors_are_not_taken_for_one(error):
     assert not is_out_of_memory(error)
 
 
-def test_a_wrapper_does_not_hide_the_cause():
-    def fail_as_a_worker_would():
-        try:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        except RuntimeError as error:
-            raise ValueError("step failed") from error
-
-    with pytest.raises(ValueError, match="step failed") as caught:
-        fail_as_a_worker_would()
-    assert is_out_of_memory(caught.value)
 
 
-def test_what_a_handler_hides_on_purpose_does_not_count():
-    def recover_then_fail_otherwise():
-        try:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        except RuntimeError:
-            raise ValueError("wrong label") from None
-
-    with pytest.raises(ValueError, match="wrong label") as caught:
-        recover_then_fail_otherwise()
-    assert not is_out_of_memory(caught.value)
 
 
 def test_what_failed_while_another_error_was_handled_does_not_count():
@@ -145,11 +121,6 @@ def test_the_way_to_the_error_that_says_so():
     assert path_to_out_of_memory(ValueError("x")) == ()
 
 
-def test_a_cycle_of_causes_ends():
-    error = RuntimeError("first")
-    error.__cause__ = other = RuntimeError("second")
-    other.__cause__ = error
-    assert not is_out_of_memory(error)
 
 
 def test_an_error_lets_go_of_what_was_alive_where_it_came_from():

@@ -41,13 +41,5 @@ def test_the_process_must_have_the_most_of_all_stages():
     assert not estimate.fits
 
 
-def test_without_training_the_peak_is_that_of_the_first_stage():
-    estimate = estimate_of()
-    assert replace(estimate, stages={"validation": estimate.stages["train"]}).peak_bytes == 760 * MIB
 
 
-def test_it_is_frozen_and_its_repr_has_no_events():
-    estimate = estimate_of()
-    with pytest.raises(FrozenInstanceError):
-        estimate.batch_size = 9
-    assert "MemoryEvent" not in repr(estimate)

@@ -94,11 +94,3 @@ def test_a_group_is_not_used_beyond_where_it_is_slowed_down(tmp_path: Path) -> N
     assert available_host_bytes(write_files(root, {"sys/fs/cgroup/memory.max": "3150"})) == 50
 
 
-def test_a_group_of_the_first_version_may_share_its_mount(tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "5:cpu,memory:/x\n",
-        "sys/fs/cgroup/cpu,memory/x/memory.limit_in_bytes": "4000",
-        "sys/fs/cgroup/cpu,memory/x/memory.usage_in_bytes": "3000",
-        "sys/fs/cgroup/cpu,memory/x/memory.stat": "total_active_file 200",
-    }
-    assert available_host_bytes(write_files(tmp_path, MEMINFO | files)) == 1100

@@ -26,11 +26,3 @@ def test_a_system_that_tells_less_has_a_name(tmp_path: Path) -> None:
     assert machine_name(tmp_path) == (socket.gethostname(), "", "")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_is_on_this_machine() -> None:
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        os.write(writer, repr(machine_name()).encode())
-        os._exit(0)
-    os.wait()
-    assert os.read(reader, 1000).decode() == repr(machine_name())

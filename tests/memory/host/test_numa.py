@@ -33,6 +33,3 @@ def test_the_node_of_a_device(tmp_path: Path, address: str, node: int | None) ->
     assert node_of_pci_device(address, write_files(tmp_path, TWO_SOCKETS)) == node
 
 
-def test_where_the_system_has_no_affinity_there_are_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(host.os, "sched_getaffinity", raising=False)
-    assert own_cores() == frozenset()

@@ -55,12 +55,6 @@ def test_tensors_are_told_once_they_outlive_the_epoch():
     assert leak.sites[0][0].endswith("in keep")
 
 
-def test_they_are_no_leak_if_the_epoch_ends_their_life():
-    training = Training()
-    for _ in range(4):
-        assert training.run(15) == []
-        training.kept.clear()
-        training.search.end_epoch()
 
 
 def test_they_are_told_before_memory_runs_out():

@@ -51,14 +51,6 @@ def test_subscribers_share_one_mode_and_the_innermost_gets_an_operator_first():
     assert log == ["inner before ones", "outer before ones", "outer after ones", "inner after ones"]
 
 
-def test_one_that_leaves_does_not_end_the_others():
-    outer, inner = Names(), Names()
-    with outer:
-        with inner:
-            torch.ones(2)
-        torch.ones(2)
-    assert len(outer.log) == 4
-    assert len(inner.log) == 2
 
 
 def test_a_mode_in_between_stays_in_its_place():
@@ -138,13 +130,6 @@ def test_an_error_of_an_operator_leaves_no_mode_behind():
     assert _get_current_dispatch_mode_stack() == []
 
 
-def test_techniques_share_a_mode_and_the_tracker_which_takes_operators_apart_has_its_own():
-    layer = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Dropout(), nn.Linear(64, 8))
-    with track_memory(layer), CompressionStage(layer), Recomputation(layer):
-        assert [mode.takes_apart for mode in _get_current_dispatch_mode_stack()] == [True, False]
-        layer(torch.randn(16, 8)).sum().backward()
-        assert len(current_subscribers()) == 3  # as before the backward, in which only the tracker observed
-    assert _get_current_dispatch_mode_stack() == []
 
 
 def test_techniques_do_not_observe_a_backward_and_observe_again_after_it():

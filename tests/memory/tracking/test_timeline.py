@@ -52,9 +52,6 @@ def test_parts_keep_the_starts_of_backwards_that_lie_in_them():
     assert TIMELINE.between(0, 7) == TIMELINE
 
 
-@pytest.mark.parametrize("start", range(8))
-def test_parts_end_as_the_whole_does(start):
-    assert TIMELINE.between(start, 7).live_bytes == TIMELINE.live_bytes
 
 
 def test_most_pinned_bytes_at_once():

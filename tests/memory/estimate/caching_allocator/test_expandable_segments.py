@@ -44,7 +44,3 @@ def test_a_block_that_can_grow_is_the_last_to_be_taken():
     assert allocator.malloc(20 * MIB).address == hole.address
 
 
-def test_the_page_of_large_segments_can_be_set():
-    allocator = make(large_segment_bytes=64 * MIB)
-    allocator.malloc(2 * MIB)
-    assert allocator.reserved_bytes == 64 * MIB

@@ -51,11 +51,6 @@ def test_a_storage_that_grows_has_both_blocks_for_a_moment():
     assert result.reserved[-1] == 70 * MIB
 
 
-def test_expandable_segments_reserve_less():
-    timeline = make_timeline((0, 30 * MIB), (1, 50 * MIB), (0, -30 * MIB), (1, -50 * MIB), (2, 80 * MIB))
-    assert replay(timeline, CARD).reserved[-1] == 160 * MIB
-    settings = AllocatorSettings(expandable_segments=True)
-    assert replay(timeline, CARD, settings=settings).reserved[-1] == 80 * MIB
 
 
 def test_workspaces_are_taken_by_the_first_product_of_each_thread_and_stay():
@@ -83,8 +78,6 @@ def test_scratch_of_an_operator_lies_beside_its_result_and_goes():
     assert result.workspace_bytes == 32 * MIB
 
 
-def test_nothing_is_held_over_an_empty_timeline():
-    assert replay(MemoryTimeline((), (), (), CARD), CARD).reserved == ()
 
 
 def test_ten_thousand_events_take_no_more_calls_than_so_many_for_each():

@@ -94,11 +94,6 @@ def test_free_neighbours_become_one_block():
     assert [size for size, _, _ in first.pool.free] == [20 * MIB]
 
 
-def test_what_is_freed_stays_reserved():
-    allocator = make()
-    for block in [allocator.malloc(3 * MIB) for _ in range(4)]:
-        allocator.free(block)
-    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (0, 20 * MIB)
 
 
 def test_blocks_above_max_split_size_are_not_split():
@@ -121,10 +116,6 @@ def test_the_rounding_of_blocks_that_are_not_split_can_be_set():
     assert allocator.malloc(100 * MIB).size == 148 * MIB
 
 
-def test_the_large_segment_can_be_set():
-    allocator = make("large_segment_size_mb:64")
-    allocator.malloc(2 * MIB)
-    assert allocator.reserved_bytes == 64 * MIB
 
 
 @pytest.mark.parametrize(
@@ -142,9 +133,6 @@ def test_requests_are_rounded_to_steps_between_powers_of_2(asked, steps, given):
     assert round_request(asked, steps) == given
 
 
-def test_the_allocator_rounds_by_its_settings():
-    allocator = CachingAllocator(AllocatorSettings(roundup_power2_divisions=2))
-    assert allocator.malloc(600 * KIB).size == 768 * KIB
 
 
 def test_a_freed_block_serves_its_own_stream():

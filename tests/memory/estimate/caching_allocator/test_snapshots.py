@@ -103,37 +103,8 @@ def test_frees_of_unknown_blocks_are_counted():
     assert (result.num_unknown, result.simulated) == (1, (0,))
 
 
-def test_private_pools_are_kept_apart():
-    result = replay_snapshot(
-        [
-            entry("alloc", 0, 5 * MIB, pool_id=(0, 0)),
-            entry("alloc", 1, 5 * MIB, pool_id=(0, 1)),
-            entry("alloc", 2, 5 * MIB),
-        ]
-    )
-    assert result.simulated == (20 * MIB, 40 * MIB, 40 * MIB)
 
 
-@pytest.mark.parametrize("text", SETTINGS)
-def test_a_restored_allocator_is_where_the_other_was(text):
-    recorder = Recorder(text)
-    recorder.run(Random(1), 300)
-    restored = CachingAllocator(parse_settings(text))
-    blocks = restore(restored, recorder.segments())
-    before = recorder.allocator
-    assert restored.reserved_bytes == before.reserved_bytes > 50 * MIB
-    assert restored.allocated_bytes == before.allocated_bytes
-    assert {address: block.size for address, block in blocks.items()} == {
-        block.address: block.size for block, _ in recorder.living
-    }
-    free = [
-        sorted((size, address) for pool in one._pools.values() for size, address, _ in pool.free)
-        for one in (before, restored)
-    ]
-    assert free[0] == free[1]
-    for block in blocks.values():
-        restored.free(block)
-    assert restored.allocated_bytes == 0
 
 
 @pytest.mark.parametrize("text", SETTINGS)

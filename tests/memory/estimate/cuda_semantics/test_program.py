@@ -82,11 +82,3 @@ def test_all_is_undone():
         torch.is_autocast_enabled("lazy")
 
 
-def test_it_can_be_entered_again_but_not_inside_of_itself():
-    for _ in range(2):
-        with cuda_semantics((8, 0)):
-            pass
-    with cuda_semantics((8, 0)), pytest.raises(RuntimeError):
-        cuda_semantics((8, 0)).__enter__()
-    with cuda_semantics((8, 0)):
-        assert torch.cuda.is_available()

@@ -96,12 +96,6 @@ def test_fakes_share_what_the_real_ones_share():
     assert type(model[0].weight) is nn.Parameter
 
 
-def test_a_fresh_tensor_has_the_shape_of_the_template():
-    with a_card() as (mode, values):
-        template = torch.empty(3, 5).T
-        fresh = values.fresh_like(mode, template)
-    assert fresh is not template
-    assert (fresh.shape, fresh.stride()) == (template.shape, template.stride())
 
 
 def test_what_is_made_on_a_stream_knows_it_by_the_order_of_sight():
@@ -118,7 +112,3 @@ def test_what_is_made_on_a_stream_knows_it_by_the_order_of_sight():
     assert streams_of_a_run() == streams_of_a_run() == [0, 1, 1, 2, 2, 0]  # the ids of the card's streams go on
 
 
-def test_a_stream_has_what_fsdp2_hands_to_its_operators():
-    with a_card():
-        stream = torch.Stream(FAKE_GPU)
-        assert all(isinstance(number, int) for number in (stream.stream_id, stream.device_index, stream.device_type))

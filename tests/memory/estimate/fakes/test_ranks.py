@@ -27,14 +27,6 @@ def test_collectives_run_on_the_host_and_on_the_card(ranks):
     dist.barrier()
 
 
-def test_others_say_what_this_one_says(ranks):
-    told = [None] * 4
-    dist.all_gather_object(told, {"a": 1})
-    assert told == [{"a": 1}] * 4
-    flags = torch.tensor([3, 5])
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    assert flags.tolist() == [3, 5]
-    assert dist.get_world_size(dist.new_group(backend="gloo")) == 4
 
 
 def test_nothing_is_left_of_them():
