@@ -132,7 +132,7 @@ def test_arrays_are_joined():
         (3, 3, "(int) are ambiguous: counts that add up, or one value for all"),
         (np.int64(3), np.int64(3), "(int64) are ambiguous: counts"),
         ({0: 1.0, 1: 2.0}, {0: 3.0, 1: 4.0}, "(dict) have integer keys"),
-        (NESTED, NESTED, "(nested float32) are unknown"),
+        (NESTED, NESTED.clone(), "(nested float32) are unknown"),
         ("a", "b", "(str) differ: 'a', 'b'"),
         (torch.ones(2), torch.ones(1), "(float32[2], float32[1]) do not have a row for each of [3, 1] samples"),
         (

@@ -65,7 +65,7 @@ def test_what_cuda_does_not_take_stays_unpinned_with_one_warning(runtime, pinned
     del tensor
     gc.collect()
     assert not runtime.freed
-    assert kernels == ["cuda"]
+    assert set(kernels) == {"cuda"}
 
 
 def test_without_cuda_pytorch_pins(monkeypatch, pinned):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -57,11 +57,13 @@ def check_sum(numbers: Tensor) -> None:
     assert ((decoded - numbers)[fits].abs() <= numbers[fits].abs() * 2**-17 + 2**-133).all()
 
 
+@settings(deadline=None)
 @given(patterns)
 def test_split_numbers_join_to_the_bit(bits):
     check_split(numbers_of(bits))
 
 
+@settings(deadline=None)
 @given(patterns)
 def test_sums_come_back_as_the_same_two_numbers(bits):
     check_sum(numbers_of(bits))
@@ -89,6 +91,7 @@ def check_strangers(written: list[int], rests: list[int]) -> None:
         assert torch.equal(joined[inner].sign(), numbers[inner].sign())
 
 
+@settings(deadline=None)
 @given(pairs)
 def test_what_was_kept_for_another_number_moves_this_one_by_half_a_unit_at_most(some):
     check_strangers(*map(list, zip(*some, strict=True)))
@@ -117,6 +120,7 @@ def test_a_split_rounds_as_a_conversion_but_for_halves_beside_an_even_number(upp
         assert (work[0x8000].abs() > signed[0x8000].abs()).item()
 
 
+@settings(deadline=None)
 @given(patterns)
 def test_rounding_by_place_keeps_what_fits_and_is_the_same_in_any_parts(bits):
     fitting = numbers_of([bit & -0x10000 for bit in bits])
