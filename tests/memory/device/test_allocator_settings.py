@@ -32,16 +32,12 @@ def test_both_variables_are_set():
 
 @pytest.mark.usefixtures("cuda_build")
 @pytest.mark.parametrize("name", [*VARIABLES, "PYTORCH_HIP_ALLOC_CONF"])
-@pytest.mark.parametrize("own", ["expandable_segments:False", "backend:cudaMallocAsync", "max_split_size_mb:128"])
-def test_a_setting_of_the_user_wins(name, own):
-    environment = {name: own}
-    assert not configure_allocator(environment)
-    assert environment == {name: own}
-
-
-@pytest.mark.usefixtures("cuda_build")
-def test_the_user_may_have_set_the_same():
-    assert configure_allocator({VARIABLES[0]: "max_split_size_mb:128, expandable_segments: True"})
+def test_a_setting_of_the_user_wins(name):
+    for own in ("expandable_segments:False", "backend:cudaMallocAsync", "max_split_size_mb:128"):
+        environment = {name: own}
+        assert not configure_allocator(environment)
+        assert environment == {name: own}
+    assert configure_allocator({name: "max_split_size_mb:128, expandable_segments: True"})  # the same
 
 
 @pytest.mark.usefixtures("cuda_build")

@@ -1,8 +1,5 @@
 """Readings on their way through names, files and reductions."""
 
-import json
-from dataclasses import asdict
-
 import pytest
 import torch
 from torch import nn
@@ -39,8 +36,6 @@ def test_names_its_sizes():
     }
 
 
-
-
 def test_a_timeline_adds_categories():
     layer = nn.Linear(4, 4)
     with track_memory(layer) as tracker:
@@ -50,6 +45,8 @@ def test_a_timeline_adds_categories():
     assert set(reading.peak_by_category) == set(Category)
     assert reading.with_sizes(reading.sizes()) == reading
     assert READING.peak_by_category == {}
+    doubled = READING.with_sizes({name: 2 * size for name, size in READING.sizes().items()})
+    assert doubled.sizes() == {name: 2 * size for name, size in READING.sizes().items()}
 
 
 def test_comes_back_from_a_file(tmp_path):
@@ -59,31 +56,22 @@ def test_comes_back_from_a_file(tmp_path):
     assert read_measurements(path) == [READING, READING]
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"stage": "train"}', '{"nonsense": 1}'])
-def test_a_broken_line_is_named(tmp_path, line):
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        *(
+            (line, ", line 1 is not a VRAMMonitor measurement: ")
+            for line in (b"[]", b'{"nonsense": 1}', b"[" * 100_000)
+        ),
+        (b"\xff", " is not a VRAMMonitor file: it is not text"),
+        (b"", r" contains no measurements\.$"),
+    ],
+    ids=["another type", "another field", "nested too deep", "no text", "empty"],
+)
+def test_a_broken_file_is_named(tmp_path, written, message):
     path = tmp_path / "vram.jsonl"
-    write_measurement(path, READING)
-    path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(ValueError, match=r"vram\.jsonl, line 2 is not a VRAMMonitor measurement: "):
-        read_measurements(path)
-
-
-def test_what_is_nested_too_deep_or_no_text_is_named(tmp_path):
-    path = tmp_path / "vram.jsonl"
-    path.write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"vram\.jsonl, line 1 is not a VRAMMonitor measurement: "):
-        read_measurements(path)
-    path.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"vram\.jsonl is not a VRAMMonitor file: it is not text"):
-        read_measurements(path)
-
-
-
-
-def test_an_empty_file_is_named(tmp_path):
-    path = tmp_path / "vram.jsonl"
-    path.write_text("")
-    with pytest.raises(ValueError, match=r"vram\.jsonl contains no measurements\.$"):
+    path.write_bytes(written)
+    with pytest.raises(ValueError, match=r"vram\.jsonl" + message):
         read_measurements(path)
 
 

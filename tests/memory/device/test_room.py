@@ -4,11 +4,21 @@ import pytest
 import torch
 from support.devices import DEVICE, device_module
 
-from lightning_vram.memory.device.accelerators import PeakWatch, free_device_bytes, read_allocator, reset_peaks
+from lightning_vram.memory.device.accelerators import (
+    PeakWatch,
+    PhasePeaks,
+    empty_cache,
+    free_device_bytes,
+    has_cache,
+    read_allocator,
+    reset_peaks,
+)
+from lightning_vram.memory.tracking.timeline import Phase
 from lightning_vram.memory.units import GIB, MIB
 
 CUDA = torch.device("cuda", 0)
 OTHER = torch.device("cuda", 1)
+CPU = torch.device("cpu")
 
 
 class FakeDevice:
@@ -44,11 +54,33 @@ def fake(monkeypatch):
 
 
 def test_devices_without_an_allocator_have_no_room():
-    assert free_device_bytes(torch.device("cpu")) is None
-    with pytest.raises(ValueError, match=r"^device 'cpu' has no caching allocator with statistics"):
-        PeakWatch(torch.device("cpu"))
+    assert free_device_bytes(CPU) is None
+    assert not has_cache(CPU)
+    assert empty_cache(CPU) == 0
+    for read in (PeakWatch, read_allocator):
+        with pytest.raises(ValueError, match=r"^device 'cpu' has no caching allocator with statistics"):
+            read(CPU)
 
 
+def test_emptying_the_cache_returns_the_drop_in_reserved_memory(fake, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(fake, "reserved", 11 * GIB))
+    assert empty_cache(CUDA) == 4 * GIB
+
+
+def test_peaks_belong_to_the_phase_they_happened_in(fake):
+    peaks = PhasePeaks(CUDA)
+    fake.reach(90 * GIB, then=10 * GIB)  # before any phase: counts for the whole only
+    peaks.switch(Phase.FORWARD)
+    fake.reach(50 * GIB, then=40 * GIB)
+    peaks.switch(Phase.BACKWARD)
+    fake.reach(70 * GIB, then=20 * GIB)
+    peaks.switch(Phase.FORWARD)
+    fake.reach(60 * GIB, then=30 * GIB)
+    peaks.switch(Phase.OPTIMIZER_STEP)
+    now = peaks.read()
+    assert peaks.by_phase == {Phase.FORWARD: 60 * GIB, Phase.BACKWARD: 70 * GIB, Phase.OPTIMIZER_STEP: 30 * GIB}
+    assert (peaks.peak_allocated_bytes, peaks.peak_reserved_bytes) == (90 * GIB, 15 * GIB)
+    assert now.allocated_bytes == 30 * GIB
 
 
 @pytest.mark.parametrize(("fraction", "room_gib"), [(1.0, 65), (0.5, 30), (0.1, 0)])
@@ -60,8 +92,6 @@ def test_room_ends_at_the_share_of_this_process(fake, fraction, room_gib):
 def test_a_backend_that_tells_no_share_has_none(fake, monkeypatch):
     monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
     assert free_device_bytes(CUDA) == 65 * GIB
-
-
 
 
 def test_peaks_survive_those_of_others(fake):

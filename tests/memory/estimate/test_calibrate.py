@@ -43,8 +43,6 @@ def play_products(monkeypatch, *, kept, peak):
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
 
 
-
-
 @pytest.mark.parametrize(
     ("kept", "peak", "found"),
     [
@@ -118,8 +116,6 @@ def test_rates_are_bytes_and_operations_over_time(monkeypatch):
         monkeypatch.setattr(workspaces, name, value)
     assert workspaces._measure_memory(CPU) == 2 * 4096 / 0.5
     assert workspaces._measure_products(CPU, DeviceSpec("old", GIB, capability=(7, 5)))["fp32"] == 2 * 64**3 / 0.5
-
-
 
 
 @pytest.mark.device

@@ -1,8 +1,7 @@
 """What an estimate adds up."""
 
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
-import pytest
 from support.estimates import GIB, MIB, estimate_of, timeline_of
 
 from lightning_vram.memory.estimate.result import StageEstimate
@@ -39,7 +38,3 @@ def test_the_process_must_have_the_most_of_all_stages():
     assert (estimate.expandable_reserved_bytes, estimate.workspace_bytes) == (1001 * MIB, 9 * MIB)
     assert (estimate.host_bytes, estimate.pinned_bytes) == (7, 3)
     assert not estimate.fits
-
-
-
-

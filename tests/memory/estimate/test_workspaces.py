@@ -37,8 +37,6 @@ def test_the_context_is_about_what_messages_tell(card, used, allocated, cached, 
     assert estimated_bytes == pytest.approx(told_bytes, rel=0.3, abs=35 * MIB)
 
 
-
-
 def test_the_context_of_an_unknown_card_is_half_a_gigabyte():
     spec = DeviceSpec("mine", 8 * GIB)
     assert workspaces_of(spec).context_bytes == 500 * MIB
@@ -83,7 +81,3 @@ def test_what_was_measured_overrules(is_kept):
     assert (found.context_bytes, found.notes) == (300 * MIB, ())
     assert bool(found.persistent_bytes) is not is_kept
     assert (found.scratch_bytes if is_kept else found.persistent_bytes)["aten.mm.default"] in (5 * MIB, (5 * MIB,))
-
-
-
-

@@ -1,10 +1,8 @@
 """Processes that share memory have the same machine."""
 
-import os
 import socket
 from pathlib import Path
 
-import pytest
 from support.helpers import write_files
 
 from lightning_vram.memory.host import machine_name
@@ -24,5 +22,3 @@ def test_machines_of_one_name_and_containers_of_one_machine_are_told_apart(tmp_p
 
 def test_a_system_that_tells_less_has_a_name(tmp_path: Path) -> None:
     assert machine_name(tmp_path) == (socket.gethostname(), "", "")
-
-

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from support.helpers import write_files
 
-from lightning_vram.memory import host
-from lightning_vram.memory.host import cores_by_node, node_of_pci_device, own_cores
+from lightning_vram.memory.host import cores_by_node, node_of_pci_device
 
 NODES = "sys/devices/system/node"
 TWO_SOCKETS = {
@@ -31,5 +30,3 @@ def test_a_system_that_does_not_tell_has_no_nodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("address", "node"), [("0000:3b:00.0", 1), ("0000:04:00.0", None), ("0000:05:00.0", None)])
 def test_the_node_of_a_device(tmp_path: Path, address: str, node: int | None) -> None:
     assert node_of_pci_device(address, write_files(tmp_path, TWO_SOCKETS)) == node
-
-

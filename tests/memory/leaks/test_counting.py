@@ -30,8 +30,6 @@ def test_a_counter_that_does_not_see_tensors_is_not_used(monkeypatch):
     assert LiveBytes(HOST).read() == {}
 
 
-
-
 @pytest.mark.device
 def test_counts_a_device():
     from support.devices import DEVICE

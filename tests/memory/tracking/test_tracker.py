@@ -111,8 +111,6 @@ def track_steps(*, is_fake: bool = False, num_steps: int = 2) -> MemoryTimeline:
         return tracker.timeline
 
 
-
-
 def test_fake_tensors_give_the_timeline_of_real_ones():
     assert track_steps(is_fake=True) == track_steps()
 
@@ -123,8 +121,6 @@ def test_sums_agree_with_one_another():
     assert sum(timeline.peak_by_module.values()) == timeline.peak_bytes
     assert max(timeline.peak_by_phase.values()) == timeline.peak_bytes
     assert sum(event.change_bytes for event in timeline.events) == timeline.live_bytes
-
-
 
 
 def test_a_closure_runs_outside_of_the_step():
@@ -200,8 +196,6 @@ def test_what_was_there_before_and_is_not_named_is_not_counted():
         kept = [older.view(10, 10), older.add_(1), older[3:]]
     assert tracker.timeline.events == ()
     assert kept
-
-
 
 
 def test_growing_and_shrinking_storages():
@@ -331,10 +325,6 @@ def test_leaves_nothing_behind(fails):
     assert not sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
 
 
-
-
-
-
 def test_one_optimizer_has_to_be_in_a_list():
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
     with pytest.raises(
@@ -353,8 +343,6 @@ def test_can_be_entered_once():
         tracker,
     ):
         pass
-
-
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -386,23 +374,11 @@ def test_without_autograd_results_are_those_of_an_untracked_run():
                 assert torch.equal(compute(), expected), name
 
 
-
-
-
-
 def test_higher_order_operators_run():
     with torch.no_grad(), track_memory() as tracker:
         out = torch.cond(torch.ones(()) > 0, lambda x: x.sin(), lambda x: x.cos(), (torch.ones(10),))
     assert len(out) == 10
     assert tracker.timeline.live_bytes >= 10 * FLOAT
-
-
-
-
-
-
-
-
 
 
 def test_batches_of_any_make_are_inputs():
@@ -415,10 +391,6 @@ def test_batches_of_any_make_are_inputs():
     with track_memory(inputs=batch) as tracker:
         pass
     assert tracker.timeline.peak_by_category[Category.INPUTS] == 15 * FLOAT
-
-
-
-
 
 
 @pytest.mark.distributed

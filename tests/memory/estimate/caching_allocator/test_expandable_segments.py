@@ -42,5 +42,3 @@ def test_a_block_that_can_grow_is_the_last_to_be_taken():
     allocator.free(tail)  # 28 MiB free behind it, with what was left of its page: smaller than the hole
     assert allocator.reserved_bytes == 60 * MIB
     assert allocator.malloc(20 * MIB).address == hole.address
-
-

@@ -51,8 +51,6 @@ def test_a_storage_that_grows_has_both_blocks_for_a_moment():
     assert result.reserved[-1] == 70 * MIB
 
 
-
-
 def test_workspaces_are_taken_by_the_first_product_of_each_thread_and_stay():
     changes = (0, 2 * MIB), (1, 2 * MIB), (1, -2 * MIB), (2, 2 * MIB), (0, -2 * MIB)
     phases = [Phase.FORWARD, Phase.OPTIMIZER_STEP, Phase.BACKWARD, Phase.BACKWARD, Phase.BACKWARD]
@@ -76,8 +74,6 @@ def test_scratch_of_an_operator_lies_beside_its_result_and_goes():
     assert result.allocated == (34 * MIB, 0)
     assert result.reserved == (52 * MIB, 52 * MIB)
     assert result.workspace_bytes == 32 * MIB
-
-
 
 
 def test_ten_thousand_events_take_no_more_calls_than_so_many_for_each():

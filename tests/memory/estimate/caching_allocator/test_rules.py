@@ -3,12 +3,11 @@
 import pytest
 
 from lightning_vram.memory.estimate.caching_allocator import (
-    AllocatorSettings,
     CachingAllocator,
     parse_settings,
     round_request,
 )
-from lightning_vram.memory.units import KIB, MIB
+from lightning_vram.memory.units import MIB
 
 
 def make(text=""):
@@ -94,8 +93,6 @@ def test_free_neighbours_become_one_block():
     assert [size for size, _, _ in first.pool.free] == [20 * MIB]
 
 
-
-
 def test_blocks_above_max_split_size_are_not_split():
     allocator = make("max_split_size_mb:100")
     allocator.free(allocator.malloc(100 * MIB))
@@ -116,8 +113,6 @@ def test_the_rounding_of_blocks_that_are_not_split_can_be_set():
     assert allocator.malloc(100 * MIB).size == 148 * MIB
 
 
-
-
 @pytest.mark.parametrize(
     ("asked", "steps", "given"),
     [
@@ -131,8 +126,6 @@ def test_the_rounding_of_blocks_that_are_not_split_can_be_set():
 )
 def test_requests_are_rounded_to_steps_between_powers_of_2(asked, steps, given):
     assert round_request(asked, steps) == given
-
-
 
 
 def test_a_freed_block_serves_its_own_stream():

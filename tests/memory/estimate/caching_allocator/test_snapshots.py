@@ -3,7 +3,7 @@
 from random import Random
 
 import pytest
-from support.allocator_snapshots import replay_snapshot, restore
+from support.allocator_snapshots import replay_snapshot
 
 from lightning_vram.memory.estimate.caching_allocator import CachingAllocator, parse_settings
 from lightning_vram.memory.units import MIB
@@ -101,10 +101,6 @@ def test_a_difference_is_told_as_a_part_of_the_peak():
 def test_frees_of_unknown_blocks_are_counted():
     result = replay_snapshot([entry("free_requested", 5, 512), entry("free_completed", 5, 512)])
     assert (result.num_unknown, result.simulated) == (1, (0,))
-
-
-
-
 
 
 @pytest.mark.parametrize("text", SETTINGS)

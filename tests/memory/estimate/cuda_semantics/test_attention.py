@@ -119,8 +119,6 @@ def test_what_is_kept_is_what_the_kernel_keeps(card, capability, dtype, allowed,
     assert tracker.timeline.on("lazy:0").saved_for_backward_bytes == saved_bytes
 
 
-
-
 def test_a_width_that_flash_cannot_take_is_padded(card):
     card(8, 0)
     tensors = [torch.empty(2, 4, 100, 60, dtype=BF16, device="cuda", requires_grad=True) for _ in range(3)]
@@ -142,5 +140,3 @@ def test_a_mask_of_booleans_becomes_numbers(card):
     assert result.requires_grad
     saved_bytes = 49_152 * 2 + 768 * 4 + 96 * 96 * 2 + 16
     assert tracker.timeline.on("lazy:0").saved_for_backward_bytes == saved_bytes
-
-

@@ -70,8 +70,6 @@ def test_it_is_entered_without_a_warning_and_left_as_it_was(card):
     assert not torch.is_autocast_enabled("cuda")
 
 
-
-
 def test_results_have_the_dtypes_of_cuda(card):
     card()
     x, weight = x_and_weight()
@@ -87,8 +85,6 @@ def test_results_have_the_dtypes_of_cuda(card):
         assert F.gelu(y).dtype is torch.float16
         assert F.linear(x.double(), weight.double()).dtype is torch.float64
         assert F.linear(x.cpu(), weight.cpu()).dtype is FP32
-
-
 
 
 def test_a_weight_is_cast_once(card):
@@ -175,5 +171,3 @@ def test_recomputation_is_cast_as_the_forward_was(card, use_reentrant):
         y = checkpoint(layer, x.requires_grad_(), use_reentrant=use_reentrant)
     y.float().sum().backward()
     assert seen == [(BF16, "lazy"), (BF16, "lazy")]
-
-

@@ -25,8 +25,6 @@ def test_rms_norm_keeps_one_number_per_row(card):
     assert weight.grad.shape == weight.shape
 
 
-
-
 def test_dropout_keeps_booleans(card):
     card()
     x = torch.empty(8, 64, device="cuda", requires_grad=True)
@@ -57,8 +55,6 @@ def test_recurrent_layers_keep_results_ends_and_cudnns_reserve(card, kind, num_l
     assert list(notes) == ["nn.LSTM, nn.GRU, nn.RNN: memory that cuDNN saves for backward is a rough estimate."]
 
 
-
-
 def test_recurrent_layers_under_autocast_keep_a_cast_of_all_weights(card):
     card()
     layers, x = nn.GRU(5, 8, device="cuda"), torch.empty(4, 3, 5, device="cuda", requires_grad=True)
@@ -67,8 +63,6 @@ def test_recurrent_layers_under_autocast_keep_a_cast_of_all_weights(card):
     num_weights = 3 * 8 * (5 + 8 + 2)
     numbers = 12 * 5 + 12 * 8 + 24 + 24 + 12 * 8 * 6 + num_weights  # input, result, start, end, reserve, weights
     assert plain == 2 * numbers
-
-
 
 
 @pytest.mark.parametrize("which", ["input", "weight"])

@@ -80,5 +80,3 @@ def test_all_is_undone():
     assert not torch.is_autocast_enabled("ipu")
     with pytest.raises(RuntimeError):
         torch.is_autocast_enabled("lazy")
-
-

@@ -96,8 +96,6 @@ def test_fakes_share_what_the_real_ones_share():
     assert type(model[0].weight) is nn.Parameter
 
 
-
-
 def test_what_is_made_on_a_stream_knows_it_by_the_order_of_sight():
     def streams_of_a_run():
         with a_card(), track_memory() as tracker:
@@ -110,5 +108,3 @@ def test_what_is_made_on_a_stream_knows_it_by_the_order_of_sight():
         return [allocation.stream for allocation in tracker.timeline.allocations]
 
     assert streams_of_a_run() == streams_of_a_run() == [0, 1, 1, 2, 2, 0]  # the ids of the card's streams go on
-
-

@@ -27,8 +27,6 @@ def test_collectives_run_on_the_host_and_on_the_card(ranks):
     dist.barrier()
 
 
-
-
 def test_nothing_is_left_of_them():
     before = dict(vars(dist)), dict(dist.Backend.default_device_backend_map)
     with fake_ranks(2):
