@@ -75,11 +75,3 @@ def test_layers_that_go_by_the_batch_are_found(net):
     assert find_batch_norms(net) == ("plain", "cumulative", "stateless")
     net.eval()
     assert find_batch_norms(net) == ("stateless",)
-
-
-def test_what_somebody_else_has_written_stays(net):
-    momentum = NormMomentum(net)
-    momentum.scale(1 / 2)
-    net["plain"].momentum = 0.05
-    momentum.restore()
-    assert (net["plain"].momentum, net["instance"].momentum) == (0.05, 0.5)

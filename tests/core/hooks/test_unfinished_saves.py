@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_vram.core.hooks import saving
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 from lightning_vram.techniques.activation_checkpointing.save_policy import SavePolicy
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
@@ -84,25 +83,6 @@ def test_a_second_run_draws_the_noise_that_it_needs_last(activation):
         assert_equal(gradients(activation, [offloading], **checkpointing), plain)
 
 
-def test_a_second_run_still_ends_before_what_nobody_needs():
-    calls = []
-
-    class Ending(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(SIDE, SIDE)
-
-        def forward(self, x):
-            x = self.linear(F.rrelu(x, training=True))
-            calls.append("end")
-            return x
-
-    net = nn.Sequential(Ending())
-    apply_activation_checkpointing(net, layers="0", determinism_check="none")
-    net(torch.randn(SIDE, SIDE, requires_grad=True)).sum().backward()
-    assert calls == ["end"]
-
-
 def test_what_has_no_gradient_travels_a_moment_later():
     weight, mask = torch.randn(SIDE, SIDE, requires_grad=True), torch.ones(SIDE, SIDE)
     stage = offloading()
@@ -115,20 +95,6 @@ def test_what_has_no_gradient_travels_a_moment_later():
     assert stage.report.offloaded_bytes == 3 * MATRIX  # the last one, at the end
     loss.backward()
     assert torch.equal(weight.grad, mask + weight.detach().exp())
-
-
-def test_until_then_it_stays():
-    tensor, stage = torch.arange(4.0), offloading()
-    with stage:
-        with saving(tensor):
-            handle = stage.take(tensor)
-        assert (handle.is_snapshot, handle.num_bytes) == (False, 16)
-        assert handle.give().data_ptr() == tensor.data_ptr()
-        handle.before_write()
-        assert (handle.is_snapshot, handle.num_bytes) == (True, 0)
-        tensor.zero_()
-    assert handle.give().tolist() == [0, 1, 2, 3]
-    assert stage.report.num_offloaded == 1
 
 
 def test_recipes_that_end_on_data_read_what_it_was_before_a_write():

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from lightning_vram.core.host import memory
 from lightning_vram.core.host.memory import ChunkedSpace, HostArena
 from lightning_vram.memory.units import GIB, KIB, MIB
-from lightning_vram.techniques.activation_offload import ActivationOffloading
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def test_chunks_double_up_to_64_mib() -> None:
 def test_blocks_do_not_overlap_and_begin_where_any_dtype_may(arena) -> None:
     generator = random.Random(0)
     blocks = []
-    for number in range(300):
+    for number in range(100):
         block = arena.take(generator.randrange(1, 40 * KIB))
         for piece in block.pieces:
             piece.fill_(number % 251)
@@ -138,14 +137,3 @@ def test_fake_memory_is_on_the_host_and_there_is_enough(monkeypatch) -> None:
         block = arena.take(100 * MIB)
     assert {type(piece) for piece in block.pieces} == {FakeTensor}
     assert {piece.device.type for piece in block.pieces} == {"cpu"}
-
-
-def test_each_device_has_memory_of_its_own() -> None:
-    offloading = ActivationOffloading(pin_memory=False)
-    with FakeTensorMode():
-        tensors = [torch.empty(100, dtype=torch.uint8, device=f"cuda:{index}") for index in range(2)]
-    parcels = [offloading._find_place(tensor).put(tensor, 0) for tensor in tensors]
-    assert (offloading.report.host_bytes, offloading.report.disk_bytes) == (2 * MIB, 0)
-    assert offloading.num_away == len(parcels) == 2
-    offloading.close()
-    assert (offloading.report.host_bytes, offloading.num_away) == (0, 0)

@@ -115,19 +115,6 @@ def test_memory_is_unregistered_before_it_is_unmapped(runtime, monkeypatch):
 
 
 @on_linux
-def test_memory_that_moves_to_other_processes_stays_mapped_until_it_is_unregistered(runtime):
-    tensor = make_host_tensor(8, torch.float32, pin_memory=True).fill_(3)
-    address = tensor.data_ptr()
-    tensor.share_memory_()  # takes other memory, and frees its own
-    assert tensor.data_ptr() != address
-    assert flags_of(address) is not None
-    assert not runtime.freed
-    del tensor
-    assert runtime.freed == [address]
-    assert flags_of(address) is None
-
-
-@on_linux
 def test_a_forked_process_unmaps_nothing(runtime, monkeypatch):
     """It has not got this memory: other memory may lie at its addresses there."""
     tensor = make_host_tensor(8, torch.float32, pin_memory=True)

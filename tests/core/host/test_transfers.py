@@ -6,7 +6,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -205,25 +204,21 @@ def count_wrong_bytes(machine: Machine) -> int:
 
 
 def test_copies_never_meet_what_kernels_write(make_machine) -> None:
-    assert sum(count_wrong_bytes(make_machine(seed)) for seed in range(60)) == 0
+    assert not any(count_wrong_bytes(make_machine(seed)) for seed in range(60))
 
 
-@pytest.mark.parametrize("broken", ["departures", "arrivals", "consumer", "copies"])
-def test_the_simulation_finds_what_would_go_wrong(make_machine, monkeypatch, broken: str) -> None:
-    def let_go(self) -> None:
-        oldest = self._departures.popleft()
-        self._departing_bytes -= oldest.source.nbytes
-        oldest.source = None
-
-    if broken == "departures":  # memory is let go without waiting for the copy
-        monkeypatch.setattr(StreamCopies, "_let_go_of_oldest", let_go)
-    elif broken == "arrivals":  # a copy that nobody waits for is not held
-        monkeypatch.setattr(transfers._StreamH2DCopy, "is_over", lambda self: True)
-    elif broken == "consumer":  # the computation does not wait for the copy
-        monkeypatch.setattr(transfers._StreamH2DCopy, "wait", lambda self, target: None)
-    else:  # copies do not wait for the computation
-        monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
-    assert sum(count_wrong_bytes(make_machine(seed)) for seed in range(60)) > 0
+@pytest.mark.parametrize(
+    ("kind", "method", "broken"),
+    [
+        (transfers._StreamH2DCopy, "is_over", lambda copy: True),  # a copy that nobody waits for is not held
+        (transfers._StreamH2DCopy, "wait", lambda copy, target: None),  # the computation does not wait for the copy
+        (Stream, "wait_event", lambda stream, event: None),  # copies do not wait for the computation
+    ],
+    ids=["arrivals", "consumer", "copies"],
+)
+def test_the_simulation_finds_what_would_go_wrong(make_machine, monkeypatch, kind, method, broken) -> None:
+    monkeypatch.setattr(kind, method, broken)
+    assert any(count_wrong_bytes(make_machine(seed)) for seed in range(60))
 
 
 def test_in_flight_at_most_the_window_is_held(make_machine) -> None:
@@ -235,18 +230,6 @@ def test_in_flight_at_most_the_window_is_held(make_machine) -> None:
         departures.append(copies.send(machine.allocate(), [torch.zeros(SIZE)], 2 * SIZE * 4))
         assert sum(departure.source is not None for departure in departures) <= 2
     assert [departure.source is not None for departure in departures] == [False] * 4 + [True] * 2
-
-
-def test_what_is_still_in_flight_comes_back_behind_its_copy(make_prompt_machine) -> None:
-    make_prompt_machine(0).run_some = lambda: None
-    offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=10**9)
-    tensor, written = torch.randn(SIZE), torch.randn(SIZE)
-    expected = tensor.clone(), written.clone()
-    with offloading:
-        handle, other = offloading.take(tensor), offloading.take(written)
-        written.zero_()
-    assert torch.equal(handle.give(), expected[0])
-    assert torch.equal(other.give(), expected[1])  # overwritten meanwhile
 
 
 @pytest.mark.parametrize("window_bytes", [5000, "auto"])
@@ -309,19 +292,6 @@ def test_the_allocator_learns_which_stream_used_what_is_let_go(make_machine, mon
     assert [(tensor is source, user is stream) for tensor, user in uses] == [(True, True)]
 
 
-def test_what_was_made_of_bfloat16_is_waited_for_by_other_streams(make_prompt_machine, monkeypatch) -> None:
-    machine, tensor = make_prompt_machine(0), torch.ones(SIZE)
-    offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=10**6, compress="bf16")
-    with offloading:
-        one, other = offloading.take(tensor), offloading.take(tensor)
-    waits = []
-    monkeypatch.setattr(Stream, "wait_event", lambda self, event: waits.append(self))
-    for handle in (one, other):
-        machine.local.current = stream = Stream(machine)
-        assert torch.equal(handle.give(), tensor)
-        assert stream in waits
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_a_copy_that_ends_while_others_are_fetched_ahead_is_found(make_prompt_machine, seed: int) -> None:
     machine = make_prompt_machine(seed)
@@ -334,16 +304,6 @@ def test_a_copy_that_ends_while_others_are_fetched_ahead_is_found(make_prompt_ma
     machine.run_some = lambda: [machine.run_one() for _ in range(machine.generator.randrange(9))]
     while handles:
         assert torch.equal(handles.pop().give(), expected.pop())
-
-
-def test_while_a_graph_is_captured_no_event_is_asked_for(make_machine) -> None:
-    machine = make_machine(0)
-    machine.run_some = queries = Mock()  # called by each query
-    machine.is_current_stream_capturing = lambda: True
-    copies = StreamCopies(torch.device("cuda"))
-    copies.send(machine.allocate(), [torch.zeros(SIZE)], 0)
-    copies.settle()
-    assert queries.call_count == 0
 
 
 def test_plain_copies_are_never_left_to_themselves(monkeypatch) -> None:

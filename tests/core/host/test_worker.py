@@ -1,7 +1,6 @@
 """The thread beside the training: order, errors that stay, its end, and processes that have no such thread."""
 
 import threading
-import weakref
 from collections.abc import Iterator
 from functools import partial
 
@@ -81,19 +80,6 @@ def test_the_thread_ends_with_its_worker():
     del worker
     thread.join(PATIENCE)
     assert not thread.is_alive()
-
-
-def test_a_job_that_is_done_is_not_kept_alive(worker):
-    class Job:
-        def __call__(self) -> None:
-            pass
-
-    job, is_gone = Job(), threading.Event()
-    weakref.finalize(job, is_gone.set)
-    ticket = worker.submit(job)
-    del job
-    ticket.wait()
-    assert is_gone.wait(PATIENCE)
 
 
 def test_its_number_of_threads_is_its_own():

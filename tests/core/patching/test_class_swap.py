@@ -164,25 +164,6 @@ def test_copies_keep_what_goes_into_copies_and_nothing_else(keys: Any, make_copy
     assert vars(other).keys() == vars(original).keys()
 
 
-def test_a_forward_on_the_instance_goes_along_with_what_goes_into_copies() -> None:
-    module = WithMethod()
-    module.forward = module.triple
-    swap_class(module, "_kept", Counted(2.0), run_counted, in_copies=True)
-    for make_copy in (copy.deepcopy, COPIES["pickle"]):
-        other = make_copy(module)
-        assert other(torch.tensor(1.0)) == 6
-        restore_class(other, "_kept")
-        assert type(other) is WithMethod
-        assert vars(other)["forward"].__self__ is other
-
-
-class WithMethod(nn.ReLU):
-    """Patched with one of its methods."""
-
-    def triple(self, x: Tensor) -> Tensor:
-        return x * 3
-
-
 @pytest.mark.parametrize("first_off", [0, 1, 2])
 def test_the_lowest_runs_below_those_that_came_before(first_off: int) -> None:
     module, x = nn.ReLU(), torch.tensor(3.0)
@@ -200,15 +181,6 @@ def test_the_lowest_runs_below_those_that_came_before(first_off: int) -> None:
         restore_class(module, key)
     assert type(module) is nn.ReLU
     assert vars(module)["forward"] is own
-
-
-def test_the_lowest_stays_above_a_class_put_on_top() -> None:
-    module, x = swap(nn.ReLU(), DOUBLE), torch.tensor(3.0)
-    fsdp = put_class_on_top(module)
-    swap_class(module, "_lowest", 10.0, run_add, is_lowest=True)
-    assert module(x) == 3 * 2 + 10
-    restore_class(module, "_lowest")
-    assert type(module) is fsdp
 
 
 @pytest.mark.parametrize("has_own", [False, True], ids=["class", "instance"])
@@ -253,16 +225,6 @@ def test_two_techniques_are_undone_in_any_order(first: str, second: str, between
     restore_class(module, second)
     assert type(module) is nn.ReLU
     assert module(x) == 3
-
-
-def test_a_technique_that_comes_back_below_another_runs_once_and_in_its_place() -> None:
-    module, x = swap(nn.ReLU(), DOUBLE, ADD), torch.tensor(3.0)
-    restore_class(module, DOUBLE)
-    swap(module, DOUBLE)
-    assert module(x) == 3 * 2 + 2
-    restore_class(module, ADD)
-    restore_class(module, DOUBLE)
-    assert type(module) is nn.ReLU
 
 
 def test_a_technique_above_a_class_put_on_top_leaves_that_class() -> None:

@@ -9,7 +9,6 @@ from functools import partial
 from multiprocessing import resource_tracker
 
 import pytest
-from torch.utils.data import DataLoader, Dataset
 
 from lightning_vram.core.processes import shielded_daemons
 
@@ -62,28 +61,6 @@ def test_other_children_and_daemons_after_the_end_receive_them(shield):
     assert mask_of("fork", daemon=False) == before
     shield.close()
     assert mask_of("fork") == before
-
-
-class Stuck(Dataset):
-    def __init__(self):
-        self.is_stuck = multiprocessing.Event()
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        self.is_stuck.set()
-        threading.Event().wait()
-
-
-def test_a_worker_that_is_stuck_is_killed(shield, monkeypatch):
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.05)
-    loader = DataLoader(Stuck(), 4, num_workers=1)
-    worker = (iterator := iter(loader))._workers[0]
-    loader.dataset.is_stuck.wait()
-    del iterator
-    worker.join()
-    assert worker.exitcode == -signal.SIGKILL
 
 
 def test_python_ends_a_daemon_that_does_not_heed_sigterm(shield):

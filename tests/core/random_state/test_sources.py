@@ -58,18 +58,3 @@ def test_where_no_generator_can_be_set_the_mask_is_kept(monkeypatch):
     assert all(map(torch.equal, train(kept), plain))
     assert all(map(torch.equal, train(replayed), plain))
     assert replayed.report.kept_bytes == kept.report.kept_bytes
-
-
-def test_masks_are_drawn_again_from_the_generator_of_their_device(monkeypatch):
-    writes = []
-
-    def source(device):
-        def write(state):
-            writes.append(device)
-            torch.default_generator.set_state(state)
-
-        return torch.default_generator.get_state, write
-
-    monkeypatch.setattr(recipes, "default_source", source)
-    assert all(map(torch.equal, train(Recomputation(min_bytes=0, dropout="replay")), train()))
-    assert set(writes) == {torch.device("cpu")}

@@ -65,17 +65,6 @@ def test_what_is_added_to_a_list_stands_in_it_once(num_seen):
     assert seen == list(range(num_seen + 1))
 
 
-def test_a_loop_over_modules_goes_on_where_they_run_again():
-    module = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
-    state = ForwardState((module,), ForwardFacts())
-    state.settle()
-    visited = 0
-    for _ in module:
-        visited += 1
-        state.run(lambda: module(torch.zeros(1, 1)))
-    assert visited == 3
-
-
 class LateWriter(nn.Module):
     """Writes a large buffer in its second forward only."""
 

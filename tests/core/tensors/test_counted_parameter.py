@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_vram.core.tensors.properties import CountedParameter, count, count_writes, stop_counting
+from lightning_vram.core.tensors.properties import CountedParameter, count, count_writes
 
 
 def make() -> nn.Parameter:
@@ -76,14 +76,6 @@ def test_copies_and_files_are_plain():
         assert type(twin) is nn.Parameter
         assert torch.equal(twin, parameter)
     assert type(parameter) is CountedParameter
-
-
-def test_it_is_an_ordinary_one_again():
-    parameter = make()
-    write_data(parameter)
-    stop_counting(parameter)
-    assert type(parameter) is nn.Parameter
-    assert not vars(parameter)
 
 
 def test_a_class_of_somebody_else_is_left_alone():

@@ -99,17 +99,6 @@ def test_a_step_that_rounds_otherwise_is_not_used(monkeypatch):
     assert not made.has_step
 
 
-@needs_compiler
-def test_nothing_is_compiled_before_as_much_is_coded_as_it_takes(monkeypatch):
-    monkeypatch.setattr(native_codecs, "PATIENCE", 10_000)
-    made = object()
-    monkeypatch.setattr(native_codecs, "compile_codecs", lambda: made)
-    monkeypatch.setattr(native_codecs, "_num_coded", [0])
-    native_codecs._compile_once.cache_clear()
-    assert [native_codecs._ask(5_000) for _ in range(3)] == [None, None, made]
-    native_codecs._compile_once.cache_clear()
-
-
 def test_devices_views_and_few_numbers_are_left_to_operators(monkeypatch):
     made = object()
     monkeypatch.setattr(native_codecs, "_ask", lambda count: made)

@@ -110,10 +110,8 @@ def test_tf32_is_on_for_its_own_figure_only(small, monkeypatch):
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_rates_are_bytes_and_operations_over_time(monkeypatch):
+def test_rates_are_bytes_and_operations_over_time(small, monkeypatch):
     monkeypatch.setattr(workspaces, "_fastest", lambda run: run() is not None and 0.5)
-    for name, value in {"_SIZE": 64, "_COPY_BYTES": 4096}.items():
-        monkeypatch.setattr(workspaces, name, value)
     assert workspaces._measure_memory(CPU) == 2 * 4096 / 0.5
     assert workspaces._measure_products(CPU, DeviceSpec("old", GIB, capability=(7, 5)))["fp32"] == 2 * 64**3 / 0.5
 

@@ -19,11 +19,6 @@ def test_a_steady_rise_is_told_by_its_slope():
         assert steady((10**9 + 4 * KIB * step for step in range(20)), length) == 4 * KIB
 
 
-def test_a_slope_below_the_least_is_none():
-    assert steady(range(0, 20 * 1023, 1023)) == 0
-    assert steady(range(0, 20 * 1024, 1024)) == 1024
-
-
 @pytest.mark.parametrize(
     "counts",
     [

@@ -48,6 +48,7 @@ def test_parts_keep_the_starts_of_backwards_that_lie_in_them():
     assert part.saved_for_backward_bytes == 30
     assert TIMELINE.between(3, 7).backward_starts == (3,)  # three births, and then the backward
     assert TIMELINE.between(0, 7) == TIMELINE
+    assert {TIMELINE.between(start, 7).live_bytes for start in range(8)} == {TIMELINE.live_bytes}
 
 
 def test_most_pinned_bytes_at_once():

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -97,26 +96,23 @@ class Net(nn.Module):
         return self.head(checkpoint(self.block, tokens, use_reentrant=False).mean(1))
 
 
-def track_steps(*, is_fake: bool = False, num_steps: int = 2) -> MemoryTimeline:
+def track_steps(*, is_fake: bool = False) -> MemoryTimeline:
     with FakeTensorMode() if is_fake else nullcontext():
         torch.manual_seed(0)
         net = Net()
         optimizer = torch.optim.AdamW(net.parameters())
         batch, labels = torch.randn(4, 3, 10, 10), torch.zeros(4, dtype=torch.int64)
         with track_memory(net, inputs=(batch, labels)) as tracker:
-            for _ in range(num_steps):
+            for _ in range(2):
                 optimizer.zero_grad()
                 F.cross_entropy(net(batch), labels).backward()
                 optimizer.step()
         return tracker.timeline
 
 
-def test_fake_tensors_give_the_timeline_of_real_ones():
-    assert track_steps(is_fake=True) == track_steps()
-
-
-def test_sums_agree_with_one_another():
+def test_fake_tensors_give_the_timeline_of_real_ones_whose_sums_agree_with_one_another():
     timeline = track_steps()
+    assert track_steps(is_fake=True) == timeline
     assert sum(timeline.peak_by_category.values()) == timeline.peak_bytes
     assert sum(timeline.peak_by_module.values()) == timeline.peak_bytes
     assert max(timeline.peak_by_phase.values()) == timeline.peak_bytes
@@ -126,23 +122,19 @@ def test_sums_agree_with_one_another():
 def test_a_closure_runs_outside_of_the_step():
     layer = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    phases = {}
 
     def closure() -> Tensor:
         loss = layer(torch.ones(2, 4)).sum()
         loss.backward()
         return loss
 
-    for name, step in (
-        ("positional", lambda: optimizer.step(closure)),
-        ("named", lambda: optimizer.step(closure=closure)),
-    ):
+    for step in (lambda: optimizer.step(closure), lambda: optimizer.step(closure=closure)):
         optimizer.zero_grad()
         with track_memory(layer) as tracker:
             step()
-        phases[name] = {a.op: a.phase for a in tracker.timeline.allocations}
-        assert phases[name]["aten.addmm.default"] is Phase.FORWARD
-        assert phases[name]["aten.mm.default"] is Phase.BACKWARD
+        phases = {a.op: a.phase for a in tracker.timeline.allocations}
+        assert phases["aten.addmm.default"] is Phase.FORWARD
+        assert phases["aten.mm.default"] is Phase.BACKWARD
 
 
 def test_recomputation_counts_as_backward_and_its_results_as_activations():
@@ -190,63 +182,15 @@ def test_views_and_in_place_results_are_counted_once():
     assert changes(tracker.timeline) == [("aten.zeros.default", 256), ("aten.zeros.default", -256)]
 
 
-def test_what_was_there_before_and_is_not_named_is_not_counted():
-    older = torch.ones(100)
-    with track_memory() as tracker:
-        kept = [older.view(10, 10), older.add_(1), older[3:]]
-    assert tracker.timeline.events == ()
-    assert kept
-
-
 def test_growing_and_shrinking_storages():
     with track_memory() as tracker:
         tensor = torch.zeros(10)
         tensor.resize_(20)
         tensor.untyped_storage().resize_(0)  # what FSDP does; not an operator
         tensor.untyped_storage().resize_(8 * FLOAT)
-    assert [change for _, change in changes(tracker.timeline)] == [40, 40, -80, 32]
-
-
-def test_sparse_tensors_count_indices_and_values():
-    with track_memory() as tracker:
-        dense = torch.eye(4)
-        sparse = dense.to_sparse()
-        del dense
-    assert tracker.timeline.live_bytes == 2 * 4 * 8 + 4 * FLOAT  # [2, 4] int64 and four floats
-    assert sparse.is_sparse
-
-
-class TwoPlaces(Tensor):
-    """A wrapper subclass: one tensor to the user, two storages inside."""
-
-    @staticmethod
-    def __new__(cls, one: Tensor, two: Tensor) -> "TwoPlaces":
-        return Tensor._make_wrapper_subclass(cls, one.shape, dtype=one.dtype)
-
-    def __init__(self, one: Tensor, two: Tensor) -> None:
-        self.one, self.two = one, two
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["one", "two"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner, _, size, stride) -> "TwoPlaces":
-        return TwoPlaces(inner["one"], inner["two"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        unwrap = lambda name: [getattr(a, name) if isinstance(a, TwoPlaces) else a for a in args]  # noqa: E731
-        return TwoPlaces(func(*unwrap("one"), **(kwargs or {})), func(*unwrap("two"), **(kwargs or {})))
-
-
-def test_wrapper_subclasses_count_what_they_hold():
-    module = nn.Module()
-    module.weight = nn.Parameter(TwoPlaces(torch.zeros(6), torch.zeros(6)), requires_grad=False)
-    with track_memory(module) as tracker:
-        doubled = module.weight * 2
-    assert changes(tracker.timeline) == [("held", 24), ("held", 24), ("aten.mul.Tensor", 24), ("aten.mul.Tensor", 24)]
-    assert tracker.timeline.peak_by_category[Category.PARAMETERS] == 48
-    assert isinstance(doubled, TwoPlaces)
+        out = torch.empty(0)
+        torch.add(torch.ones(5), 1, out=out)
+    assert [change for _, change in changes(tracker.timeline)] == [40, 40, -80, 32, 20, 20, -20]
 
 
 def test_host_and_device_are_apart():
@@ -288,33 +232,11 @@ def test_results_are_those_of_an_untracked_run():
         assert torch.equal(tracked, plain)
 
 
-def test_nested_trackers_see_the_same():
-    with track_memory() as outer:
-        first = torch.zeros(4)
-        with track_memory() as inner:
-            second = torch.zeros(8)
-        del second
-    assert changes(inner.timeline) == [("aten.zeros.default", 32)]
-    assert [change for _, change in changes(outer.timeline)] == [16, 32, -32]
-    assert len(first) == 4
-
-
-def fail_inside(layer: nn.Linear) -> None:
-    with track_memory(layer):
-        layer(torch.ones(2, 4))
-        layer(torch.ones(2, 5))
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_leaves_nothing_behind(fails):
+def test_leaves_nothing_behind():
     layer = nn.Linear(4, 4)
     resize = torch.UntypedStorage.resize_
-    if fails:
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            fail_inside(layer)
-    else:
-        with track_memory(layer):
-            layer(torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), track_memory(layer):
+        layer(torch.ones(2, 5))
     assert gc.isenabled()
     assert _get_current_dispatch_mode() is None
     assert torch.UntypedStorage.resize_ is resize
@@ -345,10 +267,9 @@ def test_can_be_entered_once():
         pass
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_operators_made_of_others_are_taken_apart_without_autograd(context):
+def test_operators_made_of_others_are_taken_apart_without_autograd():
     matrix = torch.randn(10, 20)
-    with context(), track_memory() as tracker:
+    with torch.inference_mode(), track_memory() as tracker:
         double = matrix.to(torch.float64)
         turned = matrix.t().contiguous()
         half = double.float().softmax(-1).half()
@@ -362,9 +283,7 @@ def test_without_autograd_results_are_those_of_an_untracked_run():
     images, sequence, gru = torch.randn(2, 3, 11, 13), torch.randn(5, 2, 4), nn.GRU(4, 4, bidirectional=True)
     computations = {
         "bilinear": lambda: F.interpolate(images, size=(16, 16), mode="bilinear"),  # PyTorch has it in Python as well
-        "bicubic": lambda: F.interpolate(images, size=(7, 9), mode="bicubic"),
         "gru": lambda: gru(sequence)[0],
-        "instance norm": lambda: F.instance_norm(images),
         "attention": lambda: F.scaled_dot_product_attention(images, images, images),
     }
     for name, compute in computations.items():
@@ -395,26 +314,20 @@ def test_batches_of_any_make_are_inputs():
 
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_fsdp2_steps_are_alike():
+def test_fsdp2_steps_are_alike(mesh):
     """Sharded parameters are wrapper subclasses; unsharded ones come from storages that are emptied and filled."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        net = nn.Sequential(nn.Linear(32, 32, bias=False), nn.ReLU(), nn.Linear(32, 32, bias=False))
-        for layer in (net[0], net[2], net):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
-        optimizer = torch.optim.AdamW(net.parameters())
-        batch = torch.ones(4, 32)
-        timelines = []
-        for _ in range(4):
-            with track_memory(net, optimizers=[optimizer], inputs=batch) as tracker:
-                net(batch).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            timelines.append(tracker.timeline)
-    finally:
-        torch.distributed.destroy_process_group()
+    net = nn.Sequential(nn.Linear(32, 32, bias=False), nn.ReLU(), nn.Linear(32, 32, bias=False))
+    for layer in (net[0], net[2], net):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    optimizer = torch.optim.AdamW(net.parameters())
+    batch = torch.ones(4, 32)
+    timelines = []
+    for _ in range(4):
+        with track_memory(net, optimizers=[optimizer], inputs=batch) as tracker:
+            net(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        timelines.append(tracker.timeline)
     assert timelines[2] == timelines[3]
     weight_bytes = 32 * 32 * FLOAT
     assert timelines[3].peak_by_category[Category.PARAMETERS] == 2 * weight_bytes

@@ -29,37 +29,22 @@ from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
 pytestmark = pytest.mark.device
 NUM_WARM_UP = 2  # states of optimizers come in the first step, plans of offloading in the second
 
-Options = dict[str, Any]
-
-
-def callbacks(*made: pl.Callback) -> Options:
-    return {"callbacks": list(made)}
-
-
-def precision(*arguments: Any, **options: Any) -> Options:
-    return {"plugins": [LeanMixedPrecision(*arguments, **options)]}
-
-
-PARTS: dict[str, Callable[[], Options]] = {
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
-    "checkpointing": lambda: callbacks(ActivationCheckpointing()),
-    "matmuls": lambda: callbacks(ActivationCheckpointing(save="matmuls")),
-    "offload": lambda: callbacks(ActivationOffload(1024)),
-    "window": lambda: callbacks(ActivationOffload(1024, window_bytes=0)),
-    "bf16 on the host": lambda: callbacks(ActivationOffload(1024, compress="bf16")),
-    "checkpointing, offload": lambda: callbacks(ActivationCheckpointing(), ActivationOffload(1024)),
-    "fusion": lambda: callbacks(InPlaceFusion()),
-    "fusion in place": lambda: callbacks(InPlaceFusion(inplace=True, dropout="replay")),
-    "compression": lambda: callbacks(ActivationCompression()),
-    "int8": lambda: callbacks(ActivationCompression(lossy="int8")),
-    "micro-batches": lambda: callbacks(MicroBatching(2)),
-    "bf16": lambda: precision("bf16"),
-    "bf16, recast": lambda: precision("bf16", recast_in_backward=True),
-    "bf16, split": lambda: precision("bf16", parameters="bf16+split"),
-    "fp16": lambda: precision("fp16"),
+    "checkpointing, offload": lambda: {"callbacks": [ActivationCheckpointing(), ActivationOffload(1024)]},
+    "matmuls": lambda: {"callbacks": [ActivationCheckpointing(save="matmuls")]},
+    "bf16 on the host": lambda: {"callbacks": [ActivationOffload(1024, window_bytes=0, compress="bf16")]},
+    "fusion in place": lambda: {"callbacks": [InPlaceFusion(inplace=True, dropout="replay")]},
+    "int8": lambda: {"callbacks": [ActivationCompression(lossy="int8")]},
+    "micro-batches": lambda: {"callbacks": [MicroBatching(2)]},
+    "bf16, recast": lambda: {"plugins": [LeanMixedPrecision("bf16", recast_in_backward=True)]},
+    "bf16, split": lambda: {"plugins": [LeanMixedPrecision("bf16", parameters="bf16+split")]},
+    "fp16": lambda: {"plugins": [LeanMixedPrecision("fp16")]},
     **{
-        f"fsdp_offload, {mode}": partial(lambda options: {"strategy": FSDPOffloadStrategy(**options)}, options)
-        for mode, options in ((mode, {"min_params": 100, **options}) for mode, options in MODES.items())
+        f"fsdp_offload, {mode}": partial(
+            lambda options: {"strategy": FSDPOffloadStrategy(**{"min_params": 100, **options})}, options
+        )
+        for mode, options in MODES.items()
     },
 }
 

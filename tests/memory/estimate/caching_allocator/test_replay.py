@@ -1,6 +1,5 @@
 """Timelines as the allocator of a card sees them, and through it."""
 
-import sys
 from dataclasses import replace
 from itertools import cycle
 
@@ -74,28 +73,6 @@ def test_scratch_of_an_operator_lies_beside_its_result_and_goes():
     assert result.allocated == (34 * MIB, 0)
     assert result.reserved == (52 * MIB, 52 * MIB)
     assert result.workspace_bytes == 32 * MIB
-
-
-def test_ten_thousand_events_take_no_more_calls_than_so_many_for_each():
-    sizes = [512 * (1 + (31 * number) % 40_000) for number in range(5_000)]
-    births = [(number, size) for number, size in enumerate(sizes)]
-    deaths = [(number, -size) for number, size in births]
-    changes = births[:200] + [change for pair in zip(births[200:], deaths, strict=False) for change in pair]
-    timeline = make_timeline(*changes, *deaths[-200:])
-    assert len(timeline.events) == 10_000
-    calls = 0
-
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event == "call"
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        replay(timeline, CARD)
-    finally:
-        sys.setprofile(before)
-    assert calls <= CALLS * len(timeline.events), calls
 
 
 def orders(ops, changes, module=""):

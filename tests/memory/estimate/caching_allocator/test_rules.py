@@ -1,10 +1,14 @@
-"""The allocator's rules, each against numbers worked out by hand."""
+"""The allocator's rules, each against numbers worked out by hand, and its settings in PyTorch's own syntax."""
+
+import re
 
 import pytest
 
 from lightning_vram.memory.estimate.caching_allocator import (
+    AllocatorSettings,
     CachingAllocator,
     parse_settings,
+    read_settings,
     round_request,
 )
 from lightning_vram.memory.units import MIB
@@ -24,13 +28,11 @@ def test_requests_are_rounded_to_512_bytes(asked, given):
 @pytest.mark.parametrize(
     ("asked", "reserved"),
     [
-        (1, 2 * MIB),
         (MIB, 2 * MIB),
         (MIB + 1, 20 * MIB),
         (10 * MIB - 512, 20 * MIB),
         (10 * MIB, 10 * MIB),
         (10 * MIB + 1, 12 * MIB),
-        (33 * MIB, 34 * MIB),
     ],
 )
 def test_segments_are_of_2_or_20_mib_or_of_their_own_size(asked, reserved):
@@ -67,20 +69,13 @@ def test_a_small_block_is_split_if_512_bytes_are_left():
 
 def test_the_smallest_free_block_that_is_large_enough_is_taken():
     allocator = make()
-    blocks = [allocator.malloc(size * MIB) for size in (40, 20, 30)]
-    for block in blocks:
-        allocator.free(block)
-    assert allocator.malloc(20 * MIB) is blocks[1]
-    assert allocator.malloc(20 * MIB).address == blocks[2].address
-    assert allocator.reserved_bytes == 90 * MIB
-
-
-def test_of_blocks_of_one_size_the_lowest_address_is_taken():
-    allocator = make()
-    blocks = [allocator.malloc(20 * MIB) for _ in range(3)]
+    blocks = [allocator.malloc(size * MIB) for size in (40, 20, 30, 20)]
     for block in reversed(blocks):
         allocator.free(block)
-    assert [allocator.malloc(20 * MIB).address for _ in range(3)] == [block.address for block in blocks]
+    assert allocator.malloc(20 * MIB) is blocks[1]  # of two the one at the lowest address
+    assert allocator.malloc(20 * MIB) is blocks[3]
+    assert allocator.malloc(20 * MIB).address == blocks[2].address
+    assert allocator.reserved_bytes == 110 * MIB
 
 
 def test_free_neighbours_become_one_block():
@@ -104,13 +99,9 @@ def test_blocks_above_max_split_size_are_not_split():
     too_much = make("max_split_size_mb:100")
     too_much.free(too_much.malloc(120 * MIB))
     assert too_much.malloc(100 * MIB).size == 100 * MIB
-    assert too_much.reserved_bytes == 220 * MIB
-
-
-def test_the_rounding_of_blocks_that_are_not_split_can_be_set():
-    allocator = make("max_split_size_mb:100,max_non_split_rounding_mb:50")
-    allocator.free(allocator.malloc(148 * MIB))
-    assert allocator.malloc(100 * MIB).size == 148 * MIB
+    wider = make("max_split_size_mb:100,max_non_split_rounding_mb:50")
+    wider.free(wider.malloc(148 * MIB))
+    assert wider.malloc(100 * MIB).size == 148 * MIB
 
 
 @pytest.mark.parametrize(
@@ -120,7 +111,6 @@ def test_the_rounding_of_blocks_that_are_not_split_can_be_set():
         (1200 * MIB, 4, 1280 * MIB),  # PyTorch's own example: between 1024 and 2048 in steps of 256
         (1024 * MIB, 4, 1024 * MIB),
         (1025 * MIB, 1, 1025 * MIB),
-        (1025 * MIB, 0, 1025 * MIB),
         (5000, 2, 6144),
     ],
 )
@@ -135,3 +125,86 @@ def test_a_freed_block_serves_its_own_stream():
     allocator.malloc(20 * MIB, stream=2)
     assert allocator.reserved_bytes == 40 * MIB
     assert allocator.malloc(20 * MIB, stream=1) is block
+
+
+def test_pages_are_mapped_as_they_are_needed():
+    allocator = make("expandable_segments:True")
+    allocator.malloc(5 * MIB)
+    assert allocator.reserved_bytes == 20 * MIB
+    allocator.malloc(30 * MIB)  # 15 MiB are there, one page more
+    assert (allocator.reserved_bytes, allocator.allocated_bytes) == (40 * MIB, 35 * MIB)
+    allocator.malloc(1)
+    assert allocator.reserved_bytes == 42 * MIB  # small ones have a segment of their own, with pages of 2 MiB
+
+
+def test_every_rest_of_512_bytes_is_split_off():
+    allocator = make("expandable_segments:True")
+    assert allocator.malloc(20 * MIB - 512).size == 20 * MIB - 512
+    allocator.malloc(2 * MIB)
+    assert allocator.reserved_bytes == 40 * MIB
+
+
+def test_memory_freed_in_one_size_serves_another():
+    sizes = [30, 50]
+    allocator, fixed = make("expandable_segments:True"), make()
+    for one in (allocator, fixed):
+        for block in [one.malloc(size * MIB) for size in sizes]:
+            one.free(block)
+        one.malloc(80 * MIB)
+    assert (allocator.reserved_bytes, fixed.reserved_bytes) == (80 * MIB, 160 * MIB)
+
+
+def test_a_block_that_can_grow_is_the_last_to_be_taken():
+    allocator = make("expandable_segments:True")
+    hole, _, tail = allocator.malloc(30 * MIB), allocator.malloc(2 * MIB), allocator.malloc(20 * MIB)
+    allocator.free(hole)
+    allocator.free(tail)  # 28 MiB free behind it, with what was left of its page: smaller than the hole
+    assert allocator.reserved_bytes == 60 * MIB
+    assert allocator.malloc(20 * MIB).address == hole.address
+
+
+def test_all_settings_at_once_with_blanks_and_a_comma_at_the_end():
+    text = "expandable_segments:True, max_split_size_mb : 128,large_segment_size_mb:32,roundup_power2_divisions:4,"
+    assert parse_settings(text) == AllocatorSettings(
+        expandable_segments=True,
+        max_split_bytes=128 * MIB,
+        large_segment_bytes=32 * MIB,
+        max_non_split_rounding_bytes=32 * MIB,
+        roundup_power2_divisions=4,
+    )
+
+
+def test_what_has_no_effect_is_left_out():
+    text = "backend:native,garbage_collection_threshold:0.8,pinned_use_background_threads:True"
+    assert parse_settings(text) == parse_settings("") == AllocatorSettings(max_split_bytes=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_split_size_mb:19", "max_split_size_mb must be a whole number of MiB from 20 on, got '19'."),
+        ("large_segment_size_mb:10", "large_segment_size_mb must be a whole number of MiB from 11 on, got '10'."),
+        (
+            "roundup_power2_divisions:[256:2,>:4]",
+            "roundup_power2_divisions must be one power of 2, for all sizes, in an estimate, got '[256:2,>:4]'.",
+        ),
+        (
+            "backend:cudaMallocAsync",
+            "backend:cudaMallocAsync is another allocator than the simulated one, backend:native.",
+        ),
+        (
+            "expandable_segments=True",
+            "the allocator's settings must be name:value pairs with commas between, got 'expandable_segments=True'.",
+        ),
+    ],
+)
+def test_what_pytorch_refuses_is_refused(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_settings(text)
+
+
+def test_the_environment_is_read_the_newer_variable_first():
+    old = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    assert read_settings({}) == AllocatorSettings()
+    assert read_settings(old).max_split_bytes == 64 * MIB
+    assert read_settings({**old, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}).max_split_bytes is None

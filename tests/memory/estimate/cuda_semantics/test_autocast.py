@@ -99,20 +99,6 @@ def test_a_weight_is_cast_once(card):
     assert tracker.timeline.on("lazy:0").live_bytes == 0
 
 
-def test_the_cache_is_forgotten_when_the_outermost_is_left(card):
-    card()
-    x, weight = x_and_weight()
-    with track_memory() as tracker:
-        with torch.autocast("cuda", BF16):
-            with torch.autocast("cuda", BF16):
-                F.linear(x, weight)
-            F.linear(x, weight)
-        assert num_casts(tracker) == 3
-        with torch.autocast("cuda", BF16):
-            F.linear(x, weight)
-    assert num_casts(tracker) == 5
-
-
 @pytest.mark.parametrize("case", ["cache_enabled=False", "frozen", "view"])
 def test_some_casts_are_not_cached(card, case):
     card()
@@ -133,28 +119,6 @@ def test_a_cast_made_without_gradients_still_leads_to_its_weight(card):
             F.linear(x, weight)
         F.linear(x, weight).sum().backward()
     assert weight.grad.dtype is FP32
-
-
-def test_cross_entropy_keeps_its_logarithms_in_the_lower_precision_and_in_float32(card):
-    card()
-    x, weight = x_and_weight()
-    target = torch.zeros(8, dtype=torch.long, device="cuda")
-    with torch.autocast("cuda", BF16):
-        logits = F.linear(x, weight)
-        with track_memory() as tracker:
-            loss = F.cross_entropy(logits, target)
-    assert loss.dtype is FP32
-    # log-softmax in bfloat16 and the copy for the loss; the loss and its total weight
-    assert tracker.timeline.on("lazy:0").saved_for_backward_bytes == 512 * 2 + 512 * 4 + 4 + 4
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_losses_are_cast_without_gradients_too(card, context):
-    card()
-    x, weight = x_and_weight()
-    with context(), torch.autocast("cuda", BF16):
-        loss = F.cross_entropy(F.linear(x, weight), torch.zeros(8, dtype=torch.long, device="cuda"))
-    assert loss.dtype is FP32
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

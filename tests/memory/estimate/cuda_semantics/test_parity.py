@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.cuda_parity import PRECISIONS, measure
+from support.cuda_parity import measure
 from support.cuda_parity_models import MODELS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -19,7 +19,7 @@ CARD = torch.device("lazy", 0)
 RECORD = json.loads((Path(__file__).parent / "parity.json").read_text())
 
 
-@pytest.mark.parametrize(("name", "precision"), list(itertools.product(MODELS, PRECISIONS)))
+@pytest.mark.parametrize(("name", "precision"), list(itertools.product(MODELS, ["fp32", "bf16"])))
 def test_a_forward_keeps_and_needs_what_it_does_under_cudas_dispatcher(name, precision):
     with FakeTensorMode(allow_non_fake_inputs=True), cuda_semantics((8, 9)):
         saved_and_peak = measure(name, precision, CARD, lambda dtype: torch.autocast("cuda", dtype))

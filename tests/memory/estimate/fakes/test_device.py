@@ -4,13 +4,23 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW
 
+from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, REAL_TYPES
 from lightning_vram.memory.device.accelerators import has_statistics, has_streams, read_allocator
-from lightning_vram.memory.estimate.fake_device import FAKE_GPU, FAKE_GPU_TYPE, FakeTensors, fake_device
+from lightning_vram.memory.estimate.fake_device import (
+    FAKE_GPU,
+    FAKE_GPU_TYPE,
+    FakeParameter,
+    FakeTensors,
+    fake_device,
+    fake_ranks,
+)
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.private_names.dispatcher import FakeTensor
+from lightning_vram.private_names.torch import FOREACH_TYPES
 
 MIB = 2**20
 
@@ -108,3 +118,54 @@ def test_what_is_made_on_a_stream_knows_it_by_the_order_of_sight():
         return [allocation.stream for allocation in tracker.timeline.allocations]
 
     assert streams_of_a_run() == streams_of_a_run() == [0, 1, 1, 2, 2, 0]  # the ids of the card's streams go on
+
+
+def test_ranks_that_are_not_there_say_what_this_one_says():
+    with a_card(), fake_ranks(4):
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 4)
+        for device in ("cpu", FAKE_GPU):
+            part = torch.empty(8, device=device)
+            parts = [torch.empty(8, device=device) for _ in range(4)]
+            dist.all_gather(parts, part)
+            dist.reduce_scatter(part, parts)
+            dist.all_reduce(part)
+        dist.barrier()
+        flags = torch.tensor([3, 5])
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        assert flags.tolist() == [3, 5]
+        told = [None] * 4
+        dist.all_gather_object(told, {"a": 1})
+        assert told == [{"a": 1}] * 4
+
+
+def test_nothing_is_left_of_them():
+    before = dict(vars(dist)), dict(dist.Backend.default_device_backend_map)
+    with fake_ranks(2):
+        assert dist.is_initialized()
+    assert not dist.is_initialized()
+    assert (dict(vars(dist)), dict(dist.Backend.default_device_backend_map)) == before
+
+
+def test_parameters_are_of_a_class_of_their_own_wherever_they_go() -> None:
+    with a_card():
+        layer = nn.Linear(2, 2)
+        kinds = {type(parameter) for parameter in layer.parameters()}
+        moved = {(type(parameter), parameter.device) for parameter in layer.to(FAKE_GPU).parameters()}
+        result = type(layer(torch.ones(1, 2, device=FAKE_GPU)))
+
+    assert kinds == {FakeParameter}
+    assert moved == {(FakeParameter, FAKE_GPU)}
+    assert result is not FakeParameter
+    assert FakeParameter in PARAMETER_CLASSES - REAL_TYPES
+
+
+def test_a_parameter_of_real_numbers_is_an_ordinary_one_and_nothing_is_left_behind() -> None:
+    before = nn.Parameter.__dict__["__new__"], [list(types) for types in FOREACH_TYPES]
+    real = torch.ones(2)
+
+    with a_card():
+        assert type(nn.Parameter(real)) is nn.Parameter
+        assert all(FakeParameter in types for types in FOREACH_TYPES)
+
+    assert (nn.Parameter.__dict__["__new__"], [list(types) for types in FOREACH_TYPES]) == before
+    assert type(nn.Linear(1, 1).weight) is nn.Parameter

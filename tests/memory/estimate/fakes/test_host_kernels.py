@@ -23,10 +23,8 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     "batch norm": (lambda: nn.BatchNorm2d(8), _images),
     "batch norm in evaluation": (lambda: nn.BatchNorm2d(8).eval(), _images),
     "batch norm of 16 bits": (lambda: nn.BatchNorm2d(8), lambda: _images(_IN_16_BITS)),
-    "batch norm without weights": (lambda: nn.BatchNorm2d(8, affine=False), lambda: _images(_IN_16_BITS)),
     "batch norm all in 16 bits": (lambda: nn.BatchNorm2d(8, dtype=_IN_16_BITS), lambda: _images(_IN_16_BITS)),
     "layer norm of 16 bits": (lambda: nn.LayerNorm(6), lambda: _images(_IN_16_BITS)),
-    "group norm of 16 bits": (lambda: nn.GroupNorm(2, 8), lambda: _images(_IN_16_BITS)),
     "sum of a bag": (lambda: nn.EmbeddingBag(10, 8, mode="sum"), lambda: torch.ones(4, 3, dtype=torch.long)),
 }
 
