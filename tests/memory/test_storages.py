@@ -21,18 +21,6 @@ def test_notes_by_storage_are_of_one_life_of_an_address() -> None:
     assert not len(notes)
 
 
-def test_the_dead_are_forgotten_as_their_number_grows() -> None:
-    notes: ByStorage[int] = ByStorage()
-    held = [torch.ones(number + 1) for number in range(40)]
-    for number, x in enumerate(held):
-        notes.note(x, number)
-    for _ in range(20):
-        gone = [torch.ones(100) for _ in range(50)]
-        for x in gone:
-            notes.note_storage(x.untyped_storage(), -1)
-        del x, gone
-    assert len(notes) <= 2 * (len(held) + 50)
-    assert [notes.find(x) for x in held] == list(range(40)) == [notes.find_storage(x.untyped_storage()) for x in held]
 
 
 def test_a_death_is_reported_once_with_the_fact_and_not_after_it_was_dropped() -> None:

@@ -11,7 +11,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_vram.core import gradients as averaging
 from lightning_vram.core.gradients import (
@@ -97,21 +96,6 @@ def gradients_have_the_bits_of_the_reducer() -> None:
             compare_three_steps(bucket_bytes, as_view)
 
 
-def gradients_of_three_are_averaged() -> None:
-    rank, theirs, ours = dist.get_rank(), make(), make()
-    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(rank))
-    theirs(x, rank == 1).sum().backward()
-    with ours.no_sync():
-        ours(x, rank == 1).sum().backward()
-    reduce_gradients(ours)
-    for name, tensor in gradients(ours).items():
-        torch.testing.assert_close(tensor, gradients(theirs)[name], msg=name)
-
-
-def test_three_ranks(tmp_path):
-    on_ranks(tmp_path, gradients_of_three_are_averaged, num_ranks=3)
-
-
 def the_reducer_takes_over_where_we_stopped() -> None:
     rank, theirs, ours = dist.get_rank(), make(), make()
     for step in range(4):
@@ -166,29 +150,6 @@ def ignored_parameters_stay_local() -> None:
         reduce(ddp)
         pairs.append({name: tensor.clone() for name, tensor in gradients(ddp).items()})
     assert_same(*pairs)
-
-
-class LargestHeld(TorchDispatchMode):
-    """Most bytes of new flat buffers at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        if "empty" in str(func) and output.dtype == torch.float32:
-            self.sizes.append(output.nbytes)
-        return output
-
-
-def test_a_tensor_that_fills_a_bucket_is_not_copied(one_rank, monkeypatch):
-    monkeypatch.setattr(averaging, "_BUCKET_BYTES", 1024)
-    tensors = [torch.ones(256), torch.ones(16, 32), *(torch.ones(100) for _ in range(5))]
-    with LargestHeld() as held:
-        averaging.average_dense(tensors, dist.group.WORLD)
-    assert held.sizes == [800, 800]  # small ones in pairs from the end; all else goes as it is
-    assert all(bool((tensor == 1).all()) for tensor in tensors)
 
 
 def ranks_may_lay_a_gradient_out_differently() -> None:

@@ -73,15 +73,6 @@ def test_stop_ends_the_thread_after_what_was_given(worker):
         worker.check_alive()
 
 
-def test_the_thread_ends_with_its_worker():
-    worker = HostWorker("lost", 1)
-    thread = worker._thread
-    worker.submit(nothing).wait()
-    del worker
-    thread.join(PATIENCE)
-    assert not thread.is_alive()
-
-
 def test_its_number_of_threads_is_its_own():
     before, seen = torch.get_num_threads(), []
     worker = HostWorker("wide", before + 2)

@@ -34,14 +34,6 @@ class OwnForward(nn.Linear):
         self.forward = lambda x: x
 
 
-class Registered(nn.ReLU):
-    """A class that keeps a list of its subclasses."""
-
-    subclasses: ClassVar[list[type]] = []
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        Registered.subclasses.append(cls)
 
 
 def run_double(module: nn.Module, state: float, plain: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -95,12 +87,8 @@ def test_keys_names_repr_and_signature_are_those_of_the_plain_module() -> None:
     assert repr(net) == repr(plain)
     assert isinstance(net[0], nn.Linear)
     for member, original in zip(net, plain, strict=True):
-        kind, plain_kind = type(member), type(original)
-        assert (kind.__name__, kind.__qualname__, kind.__module__) == (
-            plain_kind.__name__,
-            plain_kind.__qualname__,
-            plain_kind.__module__,
-        )
+        for name in ("__name__", "__qualname__", "__module__"):
+            assert getattr(type(member), name) == getattr(type(original), name)
         assert inspect.signature(member.forward) == inspect.signature(original.forward)
 
 

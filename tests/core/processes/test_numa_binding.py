@@ -91,14 +91,6 @@ def test_what_the_job_may_not_use_counts_for_nothing(bind: Any) -> None:
     assert bind([0], [{4, 5}]) == (None, [])  # no core there may be used
 
 
-def test_ranks_with_cores_of_their_own_have_all_that_are_on_the_node(bind: Any, monkeypatch: Any) -> None:
-    for name, value in {"CPUS_PER_TASK": "3", "STEP_TASKS_PER_NODE": "2", "CPU_BIND_TYPE": "mask_cpu:"}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    binding, bound = bind([0, 2], [{0, 1, 4}, {2, 5, 6}])
-    assert bound == [{0, 1}]
-    assert binding.num_threads == 2
-
-
 def test_what_does_not_tell_or_forbids_it_is_left_alone(bind: Any, root: Path, monkeypatch: Any) -> None:
     def refuse(logical_cpu_indices: set[int]) -> None:
         raise PermissionError

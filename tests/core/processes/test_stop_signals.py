@@ -90,14 +90,6 @@ def test_one_that_somebody_handles_is_theirs_again(signals):
         signal.signal(USR1, before)
 
 
-def test_a_handler_that_came_later_stays(signals):
-    signals.install()
-    signal.signal(USR1, signal.SIG_IGN)
-    signals.remove()
-    assert signal.getsignal(USR1) == signal.SIG_IGN
-    signal.signal(USR1, signal.SIG_DFL)
-
-
 def test_only_the_main_thread_installs_and_removes(signals):
     results = []
     thread = threading.Thread(target=lambda: results.append(signals.install()))

@@ -89,19 +89,12 @@ def test_other_errors_are_not_taken_for_one(error):
 
 
 def test_what_failed_while_another_error_was_handled_does_not_count():
-    def recover_badly():
-        try:
-            raise MemoryError
-        except MemoryError:
-            raise ValueError("wrong label")  # noqa: B904
-
-    with pytest.raises(ValueError, match="wrong label") as caught:
-        recover_badly()
-    assert not is_out_of_memory(caught.value)
+    error = ValueError("wrong label")
+    error.__context__ = MemoryError()
+    assert not is_out_of_memory(error)
 
 
-def test_a_group_and_a_worker_do_not_hide_it():
-    assert is_out_of_memory(ExceptionGroup("step", [ValueError("x"), torch.OutOfMemoryError("CUDA out of memory.")]))
+def test_a_worker_does_not_hide_it():
     worker = ProcessRaisedException("-- Process 0 terminated\nCUDA out of memory. Tried to allocate", 0, 1)
     assert read_out_of_memory(worker) is OutOfMemorySource.DEVICE
 
@@ -114,6 +107,7 @@ def test_the_way_to_the_error_that_says_so():
     group = ExceptionGroup("ranks", [ValueError("x"), wrapper])
     assert path_to_out_of_memory(group) == (group, wrapper, memory)
     assert path_to_out_of_memory(memory) == (memory,)
+    assert is_out_of_memory(group)
     assert path_to_out_of_memory(ValueError("x")) == ()
 
 
@@ -187,11 +181,6 @@ def test_this_process_is_found_where_its_number_is_another_one():
     assert request.room_bytes == 80 * GIB - 40 * GIB - 512 * MIB
     alone = read_failed_request(IN_CONTAINER.replace("Process 111 has 40.00 GiB memory in use. ", ""), CPU)
     assert (alone.process_bytes, alone.other_bytes) == (38 * GIB, 40 * GIB)  # of one that is not listed
-
-
-def test_no_process_that_is_too_small_is_this_one():
-    request = read_failed_request(IN_CONTAINER.replace("37.00", "60.00"), CPU)
-    assert (request.process_bytes, request.other_bytes) == (None, 0)
 
 
 def test_the_blocks_of_the_allocator_are_written(tmp_path, monkeypatch):

@@ -96,26 +96,6 @@ def test_formats_that_the_card_lacks_are_not_measured(small, monkeypatch):
     assert set(workspaces._measure_products(CPU, replace(old, capability=None))) == {"fp32", "fp16", "bf16"}
 
 
-def test_tf32_is_on_for_its_own_figure_only(small, monkeypatch):
-    seen, multiply = [], torch.mm
-
-    def note(one, other, out):
-        seen.append((str(one.dtype), torch.get_float32_matmul_precision()))
-        return multiply(one, other, out=out)
-
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    monkeypatch.setattr(torch, "mm", note)
-    workspaces._measure_products(CPU, DeviceSpec("new", GIB, capability=(8, 0)))
-    assert list(dict.fromkeys(seen))[:2] == [("torch.float32", "highest"), ("torch.float32", "high")]
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_rates_are_bytes_and_operations_over_time(small, monkeypatch):
-    monkeypatch.setattr(workspaces, "_fastest", lambda run: run() is not None and 0.5)
-    assert workspaces._measure_memory(CPU) == 2 * 4096 / 0.5
-    assert workspaces._measure_products(CPU, DeviceSpec("old", GIB, capability=(7, 5)))["fp32"] == 2 * 64**3 / 0.5
-
-
 @pytest.mark.device
 def test_a_card_is_measured_and_kept_in_a_file(small, tmp_path):
     spec = calibrate()

@@ -72,26 +72,10 @@ def test_what_slurm_bound_a_task_to_is_its_own(
     assert cores_of_rank(2, tmp_path) == cores
 
 
-@pytest.mark.parametrize("value", ["", "0", "many"])
-def test_a_count_of_slurms_that_is_none_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str):
-    slurm(monkeypatch, CPUS_PER_TASK=value)
-    assert cores_of_rank(2, tmp_path) == 8
-
-
 @pytest.mark.parametrize(("limit", "cores"), [("400000 100000\n", 2), ("50000 100000", 1), ("max 100000", 8)])
 def test_the_quota_of_a_container_counts(tmp_path: Path, limit: str, cores: int):
     files = {"proc/self/cgroup": "0::/docker/abc\n", "sys/fs/cgroup/cpu.max": limit}
     assert cores_of_rank(2, write_files(tmp_path, files)) == cores
-
-
-def test_the_smallest_quota_upwards_counts(tmp_path: Path):
-    files = {
-        "proc/self/cgroup": "0::/job/step\n",
-        "sys/fs/cgroup/job/cpu.max": "600000 100000",
-        "sys/fs/cgroup/job/step/cpu.max": "1200000 100000",
-        "sys/cpu.max": "100000 100000",  # above the mount: not a group
-    }
-    assert cores_of_rank(1, write_files(tmp_path, files)) == 6
 
 
 @pytest.mark.parametrize(("mount", "quota", "cores"), [("cpu", "300000\n", 3), ("cpu,cpuacct", "-1\n", 16)])

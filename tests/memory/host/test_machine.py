@@ -18,7 +18,3 @@ def test_machines_of_one_name_and_containers_of_one_machine_are_told_apart(tmp_p
     roots = [("a", "mnt:[1]"), ("a", "mnt:[2]"), ("b", "mnt:[1]")]
     names = [machine_name(write_machine(tmp_path / str(i), *root)) for i, root in enumerate(roots)]
     assert names == [(socket.gethostname(), *root) for root in roots]
-
-
-def test_a_system_that_tells_less_has_a_name(tmp_path: Path) -> None:
-    assert machine_name(tmp_path) == (socket.gethostname(), "", "")

@@ -5,7 +5,6 @@ import platform
 import pytest
 import torch
 
-from lightning_vram.memory import leaks
 from lightning_vram.memory.leaks import LiveBytes
 from lightning_vram.memory.units import KIB, MIB
 
@@ -23,11 +22,6 @@ def test_counts_what_is_alive(size):
     del tensor
     assert there - before == pytest.approx(size, abs=8 * KIB)
     assert counter.read()["cpu"] - before == pytest.approx(0, abs=8 * KIB)
-
-
-def test_a_counter_that_does_not_see_tensors_is_not_used(monkeypatch):
-    monkeypatch.setattr(leaks, "_host_counter", lambda: lambda: 1)  # as glibc's beside jemalloc
-    assert LiveBytes(HOST).read() == {}
 
 
 @pytest.mark.device

@@ -41,15 +41,6 @@ def test_segments_are_of_2_or_20_mib_or_of_their_own_size(asked, reserved):
     assert allocator.reserved_bytes == reserved
 
 
-def test_small_and_large_requests_do_not_share_segments():
-    allocator = make()
-    allocator.free(allocator.malloc(5 * MIB))
-    allocator.malloc(512)
-    assert allocator.reserved_bytes == 22 * MIB
-    allocator.malloc(MIB)
-    assert allocator.reserved_bytes == 22 * MIB  # beside the first in the small segment
-
-
 def test_a_large_block_is_split_if_more_than_1_mib_is_left():
     allocator = make()
     exact = allocator.malloc(19 * MIB // 2)
@@ -57,14 +48,6 @@ def test_a_large_block_is_split_if_more_than_1_mib_is_left():
     rest = allocator.malloc(19 * MIB // 2)
     assert rest.size == 21 * MIB // 2  # 1 MiB would be left: it stays in the block
     assert allocator.allocated_bytes == allocator.reserved_bytes == 20 * MIB
-
-
-def test_a_small_block_is_split_if_512_bytes_are_left():
-    allocator = make()
-    allocator.malloc(MIB)
-    assert allocator.malloc(MIB - 512).size == MIB - 512
-    assert allocator.malloc(1).size == 512
-    assert allocator.reserved_bytes == 2 * MIB
 
 
 def test_the_smallest_free_block_that_is_large_enough_is_taken():
@@ -137,13 +120,6 @@ def test_pages_are_mapped_as_they_are_needed():
     assert allocator.reserved_bytes == 42 * MIB  # small ones have a segment of their own, with pages of 2 MiB
 
 
-def test_every_rest_of_512_bytes_is_split_off():
-    allocator = make("expandable_segments:True")
-    assert allocator.malloc(20 * MIB - 512).size == 20 * MIB - 512
-    allocator.malloc(2 * MIB)
-    assert allocator.reserved_bytes == 40 * MIB
-
-
 def test_memory_freed_in_one_size_serves_another():
     sizes = [30, 50]
     allocator, fixed = make("expandable_segments:True"), make()
@@ -152,15 +128,6 @@ def test_memory_freed_in_one_size_serves_another():
             one.free(block)
         one.malloc(80 * MIB)
     assert (allocator.reserved_bytes, fixed.reserved_bytes) == (80 * MIB, 160 * MIB)
-
-
-def test_a_block_that_can_grow_is_the_last_to_be_taken():
-    allocator = make("expandable_segments:True")
-    hole, _, tail = allocator.malloc(30 * MIB), allocator.malloc(2 * MIB), allocator.malloc(20 * MIB)
-    allocator.free(hole)
-    allocator.free(tail)  # 28 MiB free behind it, with what was left of its page: smaller than the hole
-    assert allocator.reserved_bytes == 60 * MIB
-    assert allocator.malloc(20 * MIB).address == hole.address
 
 
 def test_all_settings_at_once_with_blanks_and_a_comma_at_the_end():

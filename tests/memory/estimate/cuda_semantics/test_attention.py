@@ -77,15 +77,6 @@ def test_kernels_can_be_ruled_out(allowed, options, backend):
         assert choose_backend(make_call(**options), ADA) == backend
 
 
-@pytest.mark.parametrize(("warn_only", "backend"), [(False, FLASH), (True, CUDNN)])
-def test_deterministic_algorithms_rule_out_cudnn_unless_they_only_warn(warn_only, backend):
-    torch.use_deterministic_algorithms(mode=True, warn_only=warn_only)
-    try:
-        assert choose_backend(make_call(), HOPPER) == backend
-    finally:
-        torch.use_deterministic_algorithms(mode=False)
-
-
 def test_no_allowed_kernel_is_an_error():
     with sdpa_kernel([FLASH]), pytest.raises(RuntimeError, match=r"^No available kernel. Aborting execution.$"):
         choose_backend(make_call(dtype=FP32), ADA)

@@ -1,7 +1,5 @@
 """Autocast of "cuda" on the stand-in: casts by CUDA's lists, the cache of weights, and its front door."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -35,8 +33,6 @@ def test_every_operator_that_cuda_casts_is_in_a_list():
     ("name", "cast"),
     [
         ("aten::linear", "LOWER_PRECISION_FP"),
-        ("aten::conv_transpose2d.input", "LOWER_PRECISION_FP"),
-        ("aten::layer_norm", "FP32"),
         ("aten::pow.Tensor_Scalar", "FP32"),
         ("aten::softmax.int", "FP32_SET_OPT_DTYPE"),
         ("aten::norm.Scalar", "DIFFERENT_REDISPATCH_SIGNATURE"),
@@ -48,26 +44,13 @@ def test_lists_are_read_from_the_header(name, cast):
     assert autocast_lists()[name] == cast
 
 
-@pytest.mark.parametrize("text", [None, "", "#define AT_FORALL_FP32(_) _(exp)\n"])
-def test_a_header_that_is_not_as_it_was_is_an_error(tmp_path, text):
+def test_a_header_that_is_not_as_it_was_is_an_error(tmp_path):
     header = tmp_path / "autocast_mode.h"
-    if text is not None:
-        header.write_text(text)
+    header.write_text("#define AT_FORALL_FP32(_) _(exp)\n")
     with pytest.raises(
         RuntimeError, match=r"^the rules of autocast on CUDA cannot be read from autocast_mode.h of torch "
     ):
         autocast_lists(header)
-
-
-def test_it_is_entered_without_a_warning_and_left_as_it_was(card):
-    card()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with torch.autocast("cuda", BF16):
-            assert torch.is_autocast_enabled("cuda")
-            assert torch.is_autocast_enabled("lazy")
-            assert torch.get_autocast_dtype("lazy") is BF16
-    assert not torch.is_autocast_enabled("cuda")
 
 
 def test_results_have_the_dtypes_of_cuda(card):
@@ -109,16 +92,6 @@ def test_some_casts_are_not_cached(card, case):
         F.linear(x, weight)
         F.linear(x, weight)
     assert num_casts(tracker) == 4
-
-
-def test_a_cast_made_without_gradients_still_leads_to_its_weight(card):
-    card()
-    x, weight = x_and_weight()
-    with torch.autocast("cuda", BF16):
-        with torch.no_grad():
-            F.linear(x, weight)
-        F.linear(x, weight).sum().backward()
-    assert weight.grad.dtype is FP32
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -15,12 +15,6 @@ def saved_bytes(run):
     return tracker.timeline.on("lazy:0").saved_for_backward_bytes
 
 
-def test_dropout_keeps_booleans(card):
-    card()
-    x = torch.empty(8, 64, device="cuda", requires_grad=True)
-    assert saved_bytes(lambda: F.dropout(x, 0.1)) == 512 * 4 + 512
-
-
 # Four steps of three samples, five features in, eight hidden.
 @pytest.mark.parametrize(
     ("kind", "num_layers", "directions", "reserve"),
@@ -81,18 +75,3 @@ def step_bytes(make_optimizer):
 def test_optimizers_step_as_on_cuda(card, make_optimizer, num_bytes):
     card()
     assert num_bytes <= step_bytes(make_optimizer) < num_bytes + 100  # and numbers of steps
-
-
-def test_a_scaled_loss_steps(card):
-    card()
-    layer = nn.Linear(64, 64, device="cuda")
-    optimizer, scaler = torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9), torch.amp.GradScaler("cuda")
-    assert scaler.is_enabled()
-    with torch.autocast("cuda", torch.float16):
-        loss = layer(torch.empty(8, 64, device="cuda")).sum()
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 65536.0
-    assert optimizer.state[layer.weight]["momentum_buffer"].device.type == "lazy"

@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -83,15 +82,6 @@ def test_pinned_memory_is_told_of():
     assert pinned[0] is tensor
 
 
-def test_nothing_is_left_of_it():
-    before = {owner: dict(vars(owner)) for owner in (torch, torch.Tensor, torch.utils, torch.accelerator)}
-    with pytest.raises(RuntimeError, match="of the program"), a_card():
-        raise RuntimeError("of the program")
-    after = {owner: dict(vars(owner)) for owner in before}
-    assert after == before
-    assert not hasattr(torch, FAKE_GPU_TYPE)
-
-
 def test_fakes_share_what_the_real_ones_share():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
@@ -136,14 +126,6 @@ def test_ranks_that_are_not_there_say_what_this_one_says():
         told = [None] * 4
         dist.all_gather_object(told, {"a": 1})
         assert told == [{"a": 1}] * 4
-
-
-def test_nothing_is_left_of_them():
-    before = dict(vars(dist)), dict(dist.Backend.default_device_backend_map)
-    with fake_ranks(2):
-        assert dist.is_initialized()
-    assert not dist.is_initialized()
-    assert (dict(vars(dist)), dict(dist.Backend.default_device_backend_map)) == before
 
 
 def test_parameters_are_of_a_class_of_their_own_wherever_they_go() -> None:
