@@ -21,8 +21,6 @@ def test_notes_by_storage_are_of_one_life_of_an_address() -> None:
     assert not len(notes)
 
 
-
-
 def test_a_death_is_reported_once_with_the_fact_and_not_after_it_was_dropped() -> None:
     dead: list[str] = []
     notes = ByStorage(dead.append)

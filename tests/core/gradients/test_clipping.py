@@ -1,7 +1,23 @@
+"""Norms over ranks, and gradients that are clipped on their local parts or by a norm in fp32."""
+
 import pytest
 import torch
+import torch.distributed as dist
+from support.sharded_nets import on_ranks, whole
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from lightning_vram.core.gradients import clip_gradient_norm
+from lightning_vram.core.gradients import (
+    apply_clip_factor,
+    clip_factor,
+    clip_gradient_norm,
+    clip_sharded_values,
+    sharded_norm,
+)
+
+pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 def parameters(*dtypes):
@@ -35,4 +51,83 @@ def test_narrow_gradients_are_clipped_by_a_norm_in_fp32(dtype):
 
 
 def test_without_gradients_the_norm_is_zero():
-    assert clip_gradient_norm([torch.nn.Parameter(torch.ones(2))], 1.0) == 0
+    assert clip_gradient_norm([nn.Parameter(torch.ones(2))], 1.0) == 0
+    assert sharded_norm([nn.Parameter(torch.ones(3))]) == 0
+
+
+SHAPES = [(5, 3), (4,), (1, 2)]
+
+
+def plain_parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in [*SHAPES, ()]]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    return [*parameters, nn.Parameter(torch.zeros(3))]  # the last has none
+
+
+def distribute(parameters: list[nn.Parameter], mesh: DeviceMesh) -> list[nn.Parameter]:
+    """As FSDP2 has them: scalars are whole."""
+    places = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    result = []
+    for parameter in parameters:
+        is_scalar = not parameter.dim()
+        spread = parameter.detach() if is_scalar else distribute_tensor(parameter.detach(), mesh, places)
+        result.append(nn.Parameter(spread))
+        if parameter.grad is not None:
+            gradient = parameter.grad.clone()
+            result[-1].grad = gradient if is_scalar else distribute_tensor(gradient, mesh, places)
+    return result
+
+
+def test_on_one_rank_the_norm_has_the_bits_of_pytorch(mesh):
+    expected = clip_grad_norm_(plain_parameters(), 1.0)
+    assert torch.equal(sharded_norm(distribute(plain_parameters(), mesh)), expected)
+    assert torch.equal(sharded_norm(plain_parameters()), expected)
+
+
+@pytest.mark.parametrize(("max_norm", "first"), [(0.5, 1.0), (100.0, 1.0), (1.0, torch.inf), (1.0, torch.nan)])
+def test_scaled_by_the_factor_gradients_have_the_bits_of_pytorch(max_norm, first):
+    parameters, expected = plain_parameters(), plain_parameters()
+    for some in (parameters, expected):
+        some[0].grad[0, 0] = first
+    factor = clip_factor(sharded_norm(parameters), max_norm)
+    assert not factor > 1
+    apply_clip_factor([p.grad for p in parameters if p.grad is not None], factor)
+    clip_grad_norm_(expected, max_norm)
+    for one, other in zip(parameters[:-1], expected[:-1], strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0, equal_nan=True)
+    apply_clip_factor([], factor)
+
+
+def norms_of(mesh: DeviceMesh) -> list[Tensor]:
+    expected = clip_grad_norm_(plain_parameters(), 1e9)
+    norm = sharded_norm(distribute(plain_parameters(), mesh))
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    seen = [torch.zeros(()) for _ in range(dist.get_world_size())]
+    dist.all_gather(seen, norm)
+    assert all(torch.equal(one, norm) for one in seen)
+    return seen
+
+
+def sharded_over_all() -> None:
+    norms_of(init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def sharded_over_pairs() -> None:
+    size = dist.get_world_size()
+    norms_of(init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+
+
+def clip_on_all() -> None:
+    parameters = distribute(plain_parameters(), init_device_mesh("cpu", (dist.get_world_size(),)))
+    before, expected = [p.grad for p in parameters], plain_parameters()
+    clip_sharded_values(parameters, 0.5)
+    clip_grad_value_(expected, 0.5)
+    for one, other, old in zip(parameters, expected, before, strict=True):
+        assert one.grad is old
+        assert other.grad is None or torch.equal(whole(one.grad), other.grad)
+
+
+def test_four_ranks_have_the_norm_of_the_whole_and_clip_their_parts(tmp_path):
+    on_ranks(tmp_path, sharded_over_all, sharded_over_pairs, clip_on_all, num_ranks=4)

@@ -4,13 +4,16 @@ import copy
 import inspect
 import io
 import pickle
-from typing import Any, ClassVar
+from abc import ABC
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
+from support.sharded_nets import Net, assert_same, make, sharded, weights
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from lightning_vram.core.patching import restore_class, swap_class
+from lightning_vram.core.patching import mixin_for, restore_class, swap_class
 
 DOUBLE, ADD = "_double", "_add"
 
@@ -32,8 +35,6 @@ class OwnForward(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
         self.forward = lambda x: x
-
-
 
 
 def run_double(module: nn.Module, state: float, plain: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -281,3 +282,42 @@ def test_a_class_that_cannot_be_derived_from_is_refused() -> None:
         swap(module, DOUBLE)
     assert type(module).__name__ == "Closed"
     assert DOUBLE not in vars(module)
+
+
+T = TypeVar("T")
+
+
+class AbstractFirst(ABC, Net):
+    pass
+
+
+class GenericLast(Net, Generic[T]):
+    pass
+
+
+class Derived(AbstractFirst):
+    pass
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", [AbstractFirst, GenericLast, Derived])
+def test_a_module_is_sharded_and_gets_its_class_back(mesh, kind):
+    for _ in range(2):  # the second time the class that it gets is there
+        net = make(kind)
+        before = weights(net)
+        with sharded(net):
+            assert isinstance(net, FSDPModule)
+            assert isinstance(net, kind)
+            with pytest.raises(AssertionError, match=r"^FSDP does not support deepcopy\."):
+                copy.deepcopy(net)
+        assert type(net) is kind
+        assert_same(weights(net), before)
+
+
+def test_a_class_laid_out_as_usual_takes_the_mixin_itself():
+    class Mixin:
+        pass
+
+    for kind in (Net, GenericLast):
+        assert mixin_for(Mixin, kind) is Mixin

@@ -1,5 +1,6 @@
-"""Decisions of all ranks: what they agree on, and what becomes of one that does not come."""
+"""Decisions of all ranks: what they agree on, and what becomes of one that does not come or fails."""
 
+import pickle
 import time
 from datetime import timedelta
 
@@ -7,8 +8,38 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.sharded_nets import on_ranks
+from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_vram.core.ranks import RankAgreement, RankAgreementError
+from lightning_vram.core.ranks import CheckpointError, RankAgreement, RankAgreementError, on_all_ranks
+
+
+def raise_an_error_of_one_rank_on_all() -> None:
+    def fail(error: BaseException) -> int:
+        if dist.get_rank() == 1:
+            raise error
+        return dist.get_rank()
+
+    with pytest.raises(CheckpointError) as caught:
+        on_all_ranks(lambda: fail(OSError(28, "No space left on device")), "It could not be saved")
+    assert str(caught.value) == "It could not be saved: OSError on rank 1: [Errno 28] No space left on device"
+    assert isinstance(caught.value.__cause__, OSError) == (dist.get_rank() == 1)
+    with pytest.raises(FileNotFoundError) as caught_kind:
+        on_all_ranks(lambda: fail(FileNotFoundError("gone")), "It could not be read")
+    assert str(caught_kind.value) == "gone"
+    collected = CheckpointException("failed", {1: (KeyError("a"), None)})
+    with pytest.raises(CheckpointError) as caught:
+        on_all_ranks(lambda: fail(collected), "It could not be read")
+    assert str(caught.value) == "It could not be read: KeyError on rank 1: 'a'"
+    with pytest.raises(pickle.UnpicklingError, match="It could not be read: Weights only"):
+        on_all_ranks(lambda: fail(pickle.UnpicklingError("Weights only")), "It could not be read")
+    assert on_all_ranks(dist.get_rank, "It could not be read") == dist.get_rank()
+
+
+def test_one_process_needs_no_group():
+    with pytest.raises(CheckpointError, match="It failed: OSError on rank 0: full"):
+        on_all_ranks(lambda: (_ for _ in ()).throw(OSError("full")), "It failed")
+    assert on_all_ranks(lambda: 3, "It failed") == 3
+
 
 SHORT = timedelta(seconds=3)  # longer than a busy machine keeps one of two ranks from coming
 LATE = (
@@ -112,6 +143,7 @@ def test_two_ranks(tmp_path):
         agree_on_the_largest,
         go_on_between_the_begin_and_the_end_of_a_decision,
         gather_values_in_the_order_of_ranks,
+        raise_an_error_of_one_rank_on_all,
         have_no_group_that_could_be_closed_while_another_rank_still_connects,
         make_an_error_of_a_rank_that_never_comes,
     )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lightning_vram.core.ranks import LostPeerError, RankAgreementError, naming_lost_peers
+from lightning_vram.core.ranks import LostPeerError, RankAgreementError, check_store, naming_lost_peers
 
 TIMEOUT = timedelta(seconds=3)
 LOOK = ". See the log of the rank that failed first; if it is only slow, increase `timeout=`."
@@ -114,3 +114,25 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path):
     assert [process.exitcode for process in ranks] == [3, -signal.SIGKILL]
     here = f"Rank 0 of 2 on {socket.gethostname()}, step 2, backward, lost another rank: "
     assert (tmp_path / "error").read_text().startswith(here)
+
+
+@pytest.mark.parametrize(
+    ("shares_store", "max_restarts", "is_refused"),
+    [
+        ("True", "2", True),
+        ("True", "0", False),
+        ("False", "2", False),
+    ],
+)
+def test_restarts_need_a_store_of_their_own(monkeypatch, shares_store, max_restarts, is_refused):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shares_store)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", max_restarts)
+    if not is_refused:
+        check_store()
+        return
+    with pytest.raises(RuntimeError, match=r"^torchrun --max-restarts would start ranks again with .*_STORE=1 in its"):
+        check_store()
+
+
+def test_nothing_is_refused_without_torchrun():
+    check_store()

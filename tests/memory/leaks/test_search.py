@@ -1,8 +1,11 @@
-"""LeakSearch in plain PyTorch: when it looks, what it takes for a leak, and that it leaves nothing behind."""
+"""What is alive, what of it grows, and LeakSearch in plain PyTorch: when it looks, what it takes for a leak."""
 
 import gc
 import math
+import platform
+import random
 import sys
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +14,67 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lightning_vram.memory import leaks
-from lightning_vram.memory.leaks import NOBODY, LeakSearch, Program
+from lightning_vram.memory.leaks import NOBODY, LeakSearch, LiveBytes, Program, steady_bytes
+from lightning_vram.memory.units import KIB, MIB
+
+HOST = torch.device("cpu")
+is_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+
+
+@is_glibc
+@pytest.mark.parametrize("size", [64 * KIB, 8 * MIB])
+def test_counts_what_is_alive(size):
+    counter = LiveBytes(HOST)
+    before = counter.read()["cpu"]
+    tensor = torch.empty(size, dtype=torch.uint8)
+    there = counter.read()["cpu"]
+    del tensor
+    assert there - before == pytest.approx(size, abs=8 * KIB)
+    assert counter.read()["cpu"] - before == pytest.approx(0, abs=8 * KIB)
+
+
+@pytest.mark.device
+def test_counts_a_device():
+    from support.devices import DEVICE
+
+    counter = LiveBytes(torch.device(DEVICE, 0))
+    name = str(torch.device(DEVICE, 0))
+    before = counter.read()[name]
+    tensor = torch.empty(MIB, dtype=torch.uint8, device=DEVICE)
+    assert counter.read()[name] - before == tensor.nbytes
+
+
+def steady(counts, length=20):
+    return steady_bytes([*deque(counts, maxlen=length)], KIB)
+
+
+def test_a_steady_rise_is_told_by_its_slope():
+    for length in (5, 6, 20):
+        assert steady((10**9 + 4 * KIB * step for step in range(20)), length) == 4 * KIB
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [5 * 10**6] * 40,
+        [10**6 * (step % 4) for step in range(40)],
+        [10**9] + [10**6] * 39,
+        [*range(0, 10**6, 10**5), *[10**6] * 30],
+        [10**6] * 30 + [2 * 10**6] * 10,
+        list(range(10**6, 0, -25_000)),
+    ],
+    ids=["flat", "windows", "a fall", "a cache that filled up", "one leap", "falling"],
+)
+def test_other_courses_are_none(counts):
+    assert steady(counts) == 0
+
+
+def test_batches_of_different_lengths_seldom_look_like_growth():
+    source = random.Random(0)
+    counts = [10**9 + source.randrange(10**7) for _ in range(2000)]
+    found = sum(steady(counts[start : start + 20]) > 0 for start in range(1980))
+    assert found <= 2000 / 16  # by chance one of 24: each costs one look
+
 
 SAVED_COPY_BYTES = 4096
 PATIENCE = 5

@@ -1,10 +1,16 @@
+"""Settings of the process and methods of modules that are replaced for a while."""
+
+import copy
+import pickle
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch._functorch import config
 
-from lightning_vram.core.patching import HeldSetting, compiled_backward_without_autocast, without_fast_path
+from lightning_vram.core.patching import HeldSetting, MethodPatch, compiled_backward_without_autocast, without_fast_path
 
 
 @pytest.mark.parametrize("is_first_in_first_out", [True, False])
@@ -38,3 +44,19 @@ def test_backwards_are_compiled_without_autocast():
     with compiled_backward_without_autocast():
         assert config.backward_pass_autocast == "off"
     assert config.backward_pass_autocast == before != "off"
+
+
+def answer(inner, *args):
+    return "stand-in"
+
+
+def test_a_pickle_needs_no_class_of_this_package():
+    owner = nn.Linear(2, 2)
+    shadow = MethodPatch(owner, "extra_repr", partial(partial, answer))
+    assert owner.extra_repr() == "stand-in"
+    pickled = pickle.dumps(owner)
+    assert b"lightning_vram" not in pickled
+    for other in (pickle.loads(pickled), copy.deepcopy(owner)):
+        assert other.extra_repr() == "in_features=2, out_features=2, bias=True"
+    shadow.remove()
+    assert "extra_repr" not in vars(owner)

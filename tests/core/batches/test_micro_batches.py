@@ -1,15 +1,24 @@
-"""combine_outputs: each rule, and what fits none."""
+"""What becomes of batches: outputs are combined, running statistics forget as much, and what a batch weighs."""
 
+import copy
 import re
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from support.devices import DEVICE, refuse_waits
+from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_vram.core.batches.micro_batches import OutputCombineError, combine_outputs
+from lightning_vram.core.batches.micro_batches import (
+    NormMomentum,
+    OutputCombineError,
+    combine_outputs,
+    find_batch_norms,
+    make_batch_weight,
+)
 
 NESTED = torch.nested.nested_tensor([torch.ones(2, 3)] * 3, layout=torch.jagged)
 HOOK = "Define combine_outputs(outputs, sizes) on the LightningModule."
@@ -155,3 +164,155 @@ def test_a_list_that_may_hold_columns_or_samples_is_refused():
     assert re.fullmatch(
         r"output cannot be combined: .* are ambiguous: columns, or an entry for each sample\. .*", message
     )
+
+
+@pytest.fixture
+def net():
+    return nn.ModuleDict(
+        {
+            "plain": nn.BatchNorm1d(2, momentum=0.3),
+            "frozen": nn.BatchNorm1d(2).eval(),
+            "cumulative": nn.BatchNorm1d(2, momentum=None),
+            "stateless": nn.BatchNorm1d(2, track_running_stats=False),
+            "instance": nn.InstanceNorm1d(2, momentum=0.5, track_running_stats=True),
+            "layer": nn.LayerNorm(2),
+        }
+    )
+
+
+def momenta(net):
+    return {name: getattr(module, "momentum", None) for name, module in net.items()}
+
+
+def test_equal_parts_forget_as_much_as_a_batch(net):
+    before, momentum = momenta(net), NormMomentum(net)
+    assert momentum.names == ("plain", "instance")
+    momentum.scale(1 / 4)
+    assert (1 - net["plain"].momentum) ** 4 == pytest.approx(0.7, abs=1e-15)
+    assert (1 - net["instance"].momentum) ** 4 == pytest.approx(0.5, abs=1e-15)
+    momentum.restore()
+    momentum.restore()
+    assert momenta(net) == before
+
+
+def test_a_mean_over_parts_of_the_same_data_is_that_of_the_batch(net):
+    norm, whole = net["plain"], copy.deepcopy(net["plain"])
+    samples = torch.randn(8, 2, dtype=torch.float64)
+    norm.double()
+    whole.double()(samples)
+    momentum = NormMomentum(norm)
+    for share in (0.25, 0.5, 0.25):
+        momentum.scale(share)
+        norm(samples)
+    assert torch.allclose(norm.running_mean, whole.running_mean, rtol=0, atol=1e-15)
+    assert torch.allclose(norm.running_var, whole.running_var, rtol=0, atol=1e-15)
+
+
+def test_a_second_scaling_replaces_the_first_and_one_is_exact(net):
+    momentum = NormMomentum(net)
+    momentum.scale(1 / 2)
+    momentum.scale(1 / 3)
+    assert net["plain"].momentum == 1 - 0.7 ** (1 / 3)
+    momentum.scale(1)
+    assert net["plain"].momentum == 0.3
+
+
+def test_mode_counts_at_the_time_of_scaling(net):
+    momentum = NormMomentum(net)
+    net["plain"].eval()
+    net["frozen"].train()
+    assert momentum.names == ("frozen", "instance")
+    momentum.scale(1 / 2)
+    net["frozen"].eval()
+    momentum.restore()
+    assert (net["plain"].momentum, net["frozen"].momentum) == (0.3, 0.1)
+
+
+def test_layers_that_go_by_the_batch_are_found(net):
+    assert find_batch_norms(net) == ("plain", "cumulative", "stateless")
+    net.eval()
+    assert find_batch_norms(net) == ("stateless",)
+
+
+LABELS = torch.tensor([[-100, 1, 2, -100], [3, 4, -100, -100]])
+INPUTS = torch.zeros(2, 4, 3)
+WAY_OUT = "Give a function of the batch that returns its weight."
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"inputs": INPUTS, "labels": LABELS},
+        {"target": LABELS},
+        UserDict(labels=LABELS, inputs=INPUTS),
+        (INPUTS, LABELS),
+        [INPUTS, INPUTS, LABELS],
+        LABELS,
+    ],
+    ids=["labels", "target", "other mapping", "tuple", "list", "tensor"],
+)
+def test_tokens_are_labels_that_are_not_ignored(batch):
+    assert make_batch_weight("tokens", "weight")(batch) == 4
+    assert make_batch_weight("shifted_tokens", "weight")(batch) == 3
+
+
+@pytest.mark.parametrize("batch", [{"inputs": INPUTS, "labels": LABELS}, (INPUTS, LABELS), INPUTS])
+def test_samples_are_counted(batch):
+    assert make_batch_weight("samples", "weight")(batch) == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        ({"inputs": INPUTS, "mask": INPUTS}, "dict(inputs: float32[2, 4, 3], mask: float32[2, 4, 3])"),
+        ((LABELS, INPUTS), "tuple(int64[2, 4], float32[2, 4, 3])"),
+        ({"inputs": INPUTS, "labels": None}, "dict(inputs: float32[2, 4, 3], labels: NoneType)"),
+        ({"target": INPUTS}, "dict(target: float32[2, 4, 3])"),
+    ],
+)
+def test_a_batch_without_labels_is_an_error_that_says_what_there_is(batch, found):
+    with pytest.raises(ValueError, match=r"^weight='tokens' found") as caught:
+        make_batch_weight("tokens", "weight")(batch)
+    assert str(caught.value) == f"weight='tokens' found no integer labels in {found}. {WAY_OUT}"
+
+
+def test_samples_of_a_batch_that_disagrees_are_an_error_with_the_way_out():
+    with pytest.raises(ValueError, match="cannot count") as caught:
+        make_batch_weight("samples", "weight")({"inputs": INPUTS, "targets": torch.zeros(3)})
+    assert str(caught.value) == (
+        "weight='samples' cannot count the samples of a batch. Give a function of the batch that returns their "
+        'number, or define split_batch(batch, size) on the LightningModule. batch["targets"] has 3 rows (float32[3]), '
+        'but the batch has 2 samples (batch["inputs"] has 2 rows).'
+    )
+
+
+@pytest.mark.parametrize("value", [3, 3.0, torch.tensor([[3.0]]), np.int64(3)])
+def test_a_function_weighs_by_a_number(value):
+    assert make_batch_weight(lambda batch: value, "weight")(INPUTS) == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        ("3", TypeError, "weight must return a number for each batch, got '3'."),
+        (torch.ones(2), TypeError, "weight must return a number for each batch, got a tensor of shape [2]."),
+        (-1, ValueError, "weight must return a finite number of at least 0 for each batch, got -1."),
+        (
+            torch.tensor(torch.inf),
+            ValueError,
+            "weight must return a finite number of at least 0 for each batch, got inf.",
+        ),
+    ],
+)
+def test_a_function_that_returns_no_weight_is_told(value, error, message):
+    with pytest.raises(error) as caught:
+        make_batch_weight(lambda batch: value, "weight")(INPUTS)
+    assert str(caught.value) == message
+
+
+@pytest.mark.device
+def test_a_weight_on_the_device_is_not_waited_for():
+    labels = LABELS.to(DEVICE)
+    with refuse_waits():
+        weights = [make_batch_weight(kind, "w")(labels) for kind in ("tokens", lambda labels: (labels > 0).sum())]
+    assert [int(weight) for weight in weights] == [4, 4]
