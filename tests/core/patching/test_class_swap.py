@@ -54,13 +54,6 @@ def swap(module: nn.Module, *keys: str, state: float = 2.0) -> nn.Module:
     return module
 
 
-def put_class_on_top(module: nn.Module) -> type[nn.Module]:
-    """What FSDP2 does to a module."""
-    original = type(module)
-    module.__class__ = type(f"FSDP{original.__name__}", (type("FSDPModule", (), {}), original), {})
-    return type(module)
-
-
 def test_the_function_gets_the_module_its_state_its_forward_and_the_arguments() -> None:
     module, calls = Double(), []
 
@@ -216,9 +209,10 @@ def test_two_techniques_are_undone_in_any_order(first: str, second: str, between
     assert module(x) == 3
 
 
-def test_a_technique_above_a_class_put_on_top_leaves_that_class() -> None:
+def test_a_class_put_on_top_as_fsdp2_does_stays_above_what_came_before_it_and_below_what_comes_after() -> None:
     module, x = swap(nn.ReLU(), DOUBLE), torch.tensor(3.0)
-    fsdp = put_class_on_top(module)
+    fsdp = type("FSDPReLU", (type("FSDPModule", (), {}), type(module)), {})
+    module.__class__ = fsdp
     swap(module, ADD)
     assert module(x) == 3 * 2 + 2
     restore_class(module, DOUBLE)
@@ -226,6 +220,9 @@ def test_a_technique_above_a_class_put_on_top_leaves_that_class() -> None:
     restore_class(module, ADD)
     assert type(module) is fsdp
     assert module(x) == 3
+    swap(module, DOUBLE)
+    assert type(module) is fsdp
+    assert module(x) == 6
 
 
 def test_compiled_in_one_graph() -> None:

@@ -17,37 +17,16 @@ def make() -> nn.Parameter:
     return parameter
 
 
-def write_directly(parameter):
-    with torch.no_grad():
-        parameter.mul_(2)
+WRITES = {
+    "directly": lambda parameter: torch.no_grad()(parameter.mul_)(2),
+    "data": lambda parameter: parameter.data.mul_(2),
+    "a view of data": lambda parameter: parameter.data[:].view(2, 2).mul_(2),
+    "a list": lambda parameter: torch._foreach_mul_([parameter.data], 2.0),
+    "set data": lambda parameter: setattr(parameter, "data", parameter.data * 2),
+}
 
 
-def write_data(parameter):
-    parameter.data.mul_(2)
-
-
-def write_a_view_of_data(parameter):
-    parameter.data[:].view(2, 2).mul_(2)
-
-
-def write_data_kept_from_before(parameter):
-    kept = parameter.data
-    assert kept is not parameter.data
-    kept.mul_(2)
-
-
-def write_a_list(parameter):
-    torch._foreach_mul_([parameter.data], 2.0)
-
-
-def set_data(parameter):
-    parameter.data = parameter.data * 2
-
-
-WRITES = [write_directly, write_data, write_a_view_of_data, write_data_kept_from_before, write_a_list, set_data]
-
-
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_every_way_to_write_is_counted(write):
     parameter = make()
     for number in range(3):
@@ -68,7 +47,7 @@ def test_reads_are_not_counted():
 
 def test_copies_and_files_are_plain():
     parameter = make()
-    write_data(parameter)
+    parameter.data.mul_(2)
     file = io.BytesIO()
     torch.save(parameter, file)
     file.seek(0)

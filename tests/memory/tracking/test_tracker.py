@@ -2,10 +2,13 @@
 
 import gc
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+from support.helpers import assert_equal_weights
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
@@ -94,23 +97,28 @@ class Net(nn.Module):
         return self.head(checkpoint(self.block, tokens, use_reentrant=False).mean(1))
 
 
-def track_steps(*, is_fake: bool = False) -> MemoryTimeline:
-    with FakeTensorMode() if is_fake else nullcontext():
-        torch.manual_seed(0)
-        net = Net()
-        optimizer = torch.optim.AdamW(net.parameters())
-        batch, labels = torch.randn(4, 3, 10, 10), torch.zeros(4, dtype=torch.int64)
-        with track_memory(net, inputs=(batch, labels)) as tracker:
-            for _ in range(2):
-                optimizer.zero_grad()
-                F.cross_entropy(net(batch), labels).backward()
-                optimizer.step()
-        return tracker.timeline
+def run_two_steps(track: Callable[..., Any] = track_memory) -> tuple[Net, Any]:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    batch, labels = torch.randn(4, 3, 10, 10), torch.zeros(4, dtype=torch.int64)
+    with track(net, inputs=(batch, labels)) as tracker:
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(net(batch), labels).backward()
+            optimizer.step()
+    return net, tracker
+
+
+def test_weights_are_those_of_an_untracked_run():
+    untracked, _ = run_two_steps(lambda net, inputs: nullcontext())
+    assert_equal_weights(run_two_steps()[0], untracked)
 
 
 def test_fake_tensors_give_the_timeline_of_real_ones_whose_sums_agree_with_one_another():
-    timeline = track_steps()
-    assert track_steps(is_fake=True) == timeline
+    timeline = run_two_steps()[1].timeline
+    with FakeTensorMode():
+        assert run_two_steps()[1].timeline == timeline
     assert sum(timeline.peak_by_category.values()) == timeline.peak_bytes
     assert sum(timeline.peak_by_module.values()) == timeline.peak_bytes
     assert max(timeline.peak_by_phase.values()) == timeline.peak_bytes
@@ -208,18 +216,6 @@ def test_modules_own_what_is_made_in_them():
     assert gradients == {"wide", "narrow"}
 
 
-def test_results_are_those_of_an_untracked_run():
-    def train(context) -> list[Tensor]:
-        torch.manual_seed(0)
-        net = Net()
-        with context(net):
-            F.cross_entropy(net(torch.randn(4, 3, 10, 10)), torch.zeros(4, dtype=torch.int64)).backward()
-        return [p.grad for p in net.parameters()]
-
-    for tracked, plain in zip(train(track_memory), train(nullcontext), strict=True):
-        assert torch.equal(tracked, plain)
-
-
 def test_leaves_nothing_behind():
     layer = nn.Linear(4, 4)
     resize = torch.UntypedStorage.resize_
@@ -235,23 +231,14 @@ def test_leaves_nothing_behind():
     assert not sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
 
 
-def test_one_optimizer_has_to_be_in_a_list():
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
-    with pytest.raises(
-        TypeError,
-        match=r"^track_memory\(optimizers\) must be a list of optimizers, got SGD\. Put one in a list: \[\.\.\.\]\.$",
-    ):
-        track_memory(optimizers=optimizer)
-
-
-def test_can_be_entered_once():
-    tracker = track_memory()
-    with tracker:
+def test_one_optimizer_without_a_list_and_a_second_time_are_refused():
+    message = r"^track_memory\(optimizers\) must be a list of optimizers, got SGD\. Put one in a list: \[\.\.\.\]\.$"
+    with pytest.raises(TypeError, match=message):
+        track_memory(optimizers=torch.optim.SGD(nn.Linear(1, 1).parameters()))
+    with track_memory() as tracker:
         pass
-    with (
-        pytest.raises(RuntimeError, match=r"^a memory tracker can be entered only once; call track_memory\(\) again"),
-        tracker,
-    ):
+    message = r"^a memory tracker can be entered only once; call track_memory\(\) again"
+    with pytest.raises(RuntimeError, match=message), tracker:
         pass
 
 

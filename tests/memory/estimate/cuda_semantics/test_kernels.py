@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from lightning_vram.memory.estimate.cuda_kernels import Processors, Scratch, reduction_buffers
 from lightning_vram.memory.estimate.device_spec import DeviceSpec
@@ -38,19 +37,6 @@ def test_recurrent_layers_keep_results_ends_and_cudnns_reserve(card, kind, num_l
     layers(x)[0].sum().backward()
     assert layers.weight_hh_l0.grad.shape == layers.weight_hh_l0.shape
     assert list(notes) == ["nn.LSTM, nn.GRU, nn.RNN: memory that cuDNN saves for backward is a rough estimate."]
-
-
-@pytest.mark.parametrize("which", ["input", "weight"])
-def test_convolutions_are_channels_last_as_soon_as_input_or_weight_is(card, which):
-    card()
-    layer, x = nn.Conv2d(3, 4, 3, device="cuda"), torch.empty(2, 3, 8, 8, device="cuda")
-    assert layer(x).is_contiguous()
-    if which == "input":
-        x = x.to(memory_format=torch.channels_last)
-    else:
-        layer.weight.data = layer.weight.data.to(memory_format=torch.channels_last)
-    assert layer(x).is_contiguous(memory_format=torch.channels_last)
-    assert F.conv2d(x.double(), layer.weight.double()).is_contiguous()
 
 
 def step_bytes(make_optimizer):

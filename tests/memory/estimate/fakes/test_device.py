@@ -24,7 +24,6 @@ from lightning_vram.memory.estimate.fake_device import (
 )
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.private_names.dispatcher import FakeTensor
-from lightning_vram.private_names.torch import FOREACH_TYPES
 
 MIB = 2**20
 
@@ -60,23 +59,6 @@ def test_it_has_streams_and_statistics_as_a_card_has():
             event = torch.accelerator.current_stream().record_event()
         event.synchronize()
         assert event.query()
-
-
-def test_modules_and_parameters_change_their_device_and_stay_the_same_objects():
-    with a_card():
-        tied = nn.Linear(4, 4)
-        model = nn.Sequential(tied, nn.BatchNorm1d(4))
-        weight = tied.weight
-        model.to(FAKE_GPU)
-        assert tied.weight is weight
-        assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {FAKE_GPU}
-        weight.data = weight.data.to("cpu")
-        assert weight.device.type == "cpu"
-        assert model.to(torch.float16)[0].weight is weight
-        assert weight.dtype == torch.float16
-        copied = copy.deepcopy(model)
-        assert copied[0].weight is not weight
-        assert isinstance(copied[0].weight, nn.Parameter)
 
 
 def test_pinned_memory_is_told_of():
@@ -144,18 +126,6 @@ def test_parameters_are_of_a_class_of_their_own_wherever_they_go() -> None:
     assert moved == {(FakeParameter, FAKE_GPU)}
     assert result is not FakeParameter
     assert FakeParameter in PARAMETER_CLASSES - REAL_TYPES
-
-
-def test_a_parameter_of_real_numbers_is_an_ordinary_one_and_nothing_is_left_behind() -> None:
-    before = nn.Parameter.__dict__["__new__"], [list(types) for types in FOREACH_TYPES]
-    real = torch.ones(2)
-
-    with a_card():
-        assert type(nn.Parameter(real)) is nn.Parameter
-        assert all(FakeParameter in types for types in FOREACH_TYPES)
-
-    assert (nn.Parameter.__dict__["__new__"], [list(types) for types in FOREACH_TYPES]) == before
-    assert type(nn.Linear(1, 1).weight) is nn.Parameter
 
 
 def resident_bytes() -> int:
