@@ -294,20 +294,16 @@ def test_a_function_weighs_by_a_number(value):
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        ("3", TypeError, "weight must return a number for each batch, got '3'."),
-        (torch.ones(2), TypeError, "weight must return a number for each batch, got a tensor of shape [2]."),
-        (-1, ValueError, "weight must return a finite number of at least 0 for each batch, got -1."),
-        (
-            torch.tensor(torch.inf),
-            ValueError,
-            "weight must return a finite number of at least 0 for each batch, got inf.",
-        ),
+        ("3", TypeError, "a number for each batch, got '3'."),
+        (torch.ones(2), TypeError, "a number for each batch, got a tensor of shape [2]."),
+        (-1, ValueError, "a finite number of at least 0 for each batch, got -1."),
+        (torch.tensor(torch.inf), ValueError, "a finite number of at least 0 for each batch, got inf."),
     ],
 )
 def test_a_function_that_returns_no_weight_is_told(value, error, message):
     with pytest.raises(error) as caught:
         make_batch_weight(lambda batch: value, "weight")(INPUTS)
-    assert str(caught.value) == message
+    assert str(caught.value) == f"weight must return {message}"
 
 
 @pytest.mark.device

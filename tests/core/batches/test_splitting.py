@@ -111,20 +111,9 @@ def test_an_encoding_of_the_tokenizer_follows_its_rows():
 
 def test_what_belongs_to_no_sample_goes_into_every_part():
     color = Enum("Color", "RED")
-    same = {
-        "none": None,
-        "number": 3,
-        "flag": True,
-        "text": "abcde",
-        "enum": color.RED,
-        "path": Path("abcde"),
-        "scalar": torch.tensor(2.0),
-        "mask": rows(1, 2),
-        "array": np.zeros(()),
-        "array number": np.bool_(1),
-        "dtype": torch.float16,
-        "size": torch.Size([5]),
-    }
+    plain = [None, 3, True, "abcde", color.RED, Path("abcde"), torch.float16, torch.Size([5])]
+    small = [torch.tensor(2.0), rows(1, 2), np.zeros(()), np.bool_(1)]
+    same = {f"entry {number}": value for number, value in enumerate(plain + small)}
     for part in split({"x": X} | same, 3, 2):
         assert all(part[key] is same[key] for key in same)
         assert len(part["x"]) in (3, 2)

@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -89,11 +90,8 @@ def test_blocks_may_die_in_any_thread(arena) -> None:
                 held.pop(0)
 
     held, in_step = [], threading.Barrier(4, timeout=60)
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     held.clear()
     assert arena.num_blocks == 0
     assert arena.total_bytes <= 3 * MIB  # one chunk is filled while the last of the one before dies

@@ -9,13 +9,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support.helpers import TinyGPT
 from torch import Tensor
 
 from lightning_vram.core.host import transfers
 from lightning_vram.core.host.transfers import Copies, StreamCopies
-from lightning_vram.techniques.activation_offload import items
-from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 
 SIZE = 64
 NUM_ITEMS = 8
@@ -129,20 +126,6 @@ def make_machine(monkeypatch) -> Callable[[int], Machine]:
     return make
 
 
-@pytest.fixture
-def make_prompt_machine(make_machine, monkeypatch) -> Callable[[int], Machine]:
-    """Copies are made at once, but look unfinished for a random time."""
-
-    def make(seed: int) -> Machine:
-        machine = make_machine(seed)
-        monkeypatch.setattr(transfers, "scatter", transfers_scatter)
-        monkeypatch.setattr(transfers, "gather", transfers_gather)
-        monkeypatch.setattr(items, "make_copies", lambda tensor: StreamCopies(tensor.device))
-        return machine
-
-    return make
-
-
 class Program:
     """Steps whose kernels write, send away, fetch ahead, read, and write into memory that was freed."""
 
@@ -230,32 +213,6 @@ def test_in_flight_at_most_the_window_is_held(make_machine) -> None:
         departures.append(copies.send(machine.allocate(), [torch.zeros(SIZE)], 2 * SIZE * 4))
         assert sum(departure.source is not None for departure in departures) <= 2
     assert [departure.source is not None for departure in departures] == [False] * 4 + [True] * 2
-
-
-@pytest.mark.parametrize("window_bytes", [5000, "auto"])
-def test_gradients_by_way_of_streams_are_equal_to_the_bit(make_prompt_machine, window_bytes, tmp_path) -> None:
-    torch.manual_seed(0)
-    module, tokens = TinyGPT(), torch.randint(17, (4, 12))
-
-    def gradients(context=None) -> list[Tensor]:
-        torch.manual_seed(1)
-        module.zero_grad()
-        if context is None:
-            module(tokens).square().mean().backward()
-        else:
-            with context:
-                loss = module(tokens).square().mean()
-            loss.backward()
-        return [parameter.grad.clone() for parameter in module.parameters()]
-
-    expected = gradients()
-    for folder in (None, tmp_path):
-        make_prompt_machine(0)
-        offloading = ActivationOffloading(module, min_offload_bytes=1, window_bytes=window_bytes, disk_path=folder)
-        for _ in range(2):
-            assert all(map(torch.equal, gradients(offloading), expected))
-            assert offloading.num_away == 0
-        offloading.close()
 
 
 @pytest.mark.parametrize("end", [lambda copies: copies.close(), lambda copies: None])

@@ -1,7 +1,7 @@
 """A rank is bound to the node of its device where that helps, and told how many threads it has there."""
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,28 +103,8 @@ def test_what_does_not_tell_or_forbids_it_is_left_alone(bind: Any, root: Path, m
     assert bind([0], idle_nodes_ok=True) == (None, [])
 
 
-class Sleeper:
-    """A thread that is there until :meth:`end`."""
-
-    def __init__(self) -> None:
-        self._may_end, started = threading.Event(), threading.Event()
-
-        def run() -> None:
-            started.set()
-            self._may_end.wait()
-
-        self._thread = threading.Thread(target=run)
-        self._thread.start()
-        started.wait()
-
-    @property
-    def cores(self) -> set[int]:
-        assert self._thread.native_id is not None
-        return os.sched_getaffinity(self._thread.native_id)
-
-    def end(self) -> None:
-        self._may_end.set()
-        self._thread.join()
+def cores_of(thread: ThreadPoolExecutor) -> set[int]:
+    return thread.submit(os.sched_getaffinity, 0).result()
 
 
 @pytest.mark.skipif(len(own_cores()) < 2, reason="needs two cores of Linux")
@@ -136,12 +116,9 @@ def test_all_threads_are_bound_and_run_where_they_did_before_afterwards(
     write_files(root, {"sys/devices/system/node/node0/cpulist": str(min(before))})
     write_files(root, {"sys/devices/system/node/node1/cpulist": ",".join(map(str, before - first))})
     monkeypatch.setattr(processes, "pci_address", lambda _: ADDRESSES[0])
-    older = Sleeper()
-    binding = bind_to_node_of(CARD, 1, idle_nodes_ok=True, root=root)
-    assert binding is not None
-    younger = Sleeper()
-    assert [os.sched_getaffinity(0), older.cores, younger.cores] == [first] * 3
-    binding.undo()
-    assert [os.sched_getaffinity(0), older.cores, younger.cores] == [before] * 3
-    older.end()
-    younger.end()
+    with ThreadPoolExecutor(1) as older, ThreadPoolExecutor(1) as younger:
+        assert cores_of(older) == before
+        binding = bind_to_node_of(CARD, 1, idle_nodes_ok=True, root=root)
+        assert [os.sched_getaffinity(0), cores_of(older), cores_of(younger)] == [first] * 3
+        binding.undo()
+        assert [os.sched_getaffinity(0), cores_of(older), cores_of(younger)] == [before] * 3

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,17 @@ from lightning_vram.core import processes
 from lightning_vram.core.processes import StopSignals, StopVote, note_signal
 from lightning_vram.core.ranks import RankAgreement
 
-TERM, USR1, USR2 = signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
+TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
 
 @pytest.fixture
 def signals():
-    for number in (TERM, USR1):
-        signal.signal(number, signal.SIG_DFL)
+    before = [signal.signal(number, signal.SIG_DFL) for number in (TERM, USR1)]
     signals = StopSignals((TERM, USR1))
     yield signals
     signals.remove()
-    processes._arrived.clear()
+    for number, handler in zip((TERM, USR1), before, strict=True):
+        signal.signal(number, handler)
 
 
 def send(number: int) -> None:
@@ -59,19 +60,16 @@ def test_handlers_are_put_back(signals):
     def handler(number, frame):
         raise AssertionError
 
-    before, of_term = signal.signal(USR1, handler), signal.getsignal(TERM)
-    try:
-        signals.install()
-        signals.install()
-        assert signal.getsignal(USR1) == note_signal
-        send(USR1)
-        signals.remove()
-        assert signal.getsignal(USR1) is handler
-        assert signal.getsignal(TERM) == of_term
-        signals.remove()
-        assert signals.strongest == 2
-    finally:
-        signal.signal(USR1, before)
+    signal.signal(USR1, handler)
+    signals.install()
+    signals.install()
+    assert signal.getsignal(USR1) == note_signal
+    send(USR1)
+    signals.remove()
+    assert signal.getsignal(USR1) is handler
+    assert signal.getsignal(TERM) == signal.SIG_DFL
+    signals.remove()
+    assert signals.strongest == 2
 
 
 def test_a_signal_that_would_end_the_process_may_stay_harmless_until_another_takes_it_over(signals):
@@ -87,27 +85,19 @@ def test_a_signal_that_would_end_the_process_may_stay_harmless_until_another_tak
 
 
 def test_one_that_somebody_handles_is_theirs_again(signals):
-    before = signal.signal(USR1, signal.SIG_IGN)
-    try:
-        signals.install()
-        signals.remove(harmless=(USR1,))
-        assert signal.getsignal(USR1) == signal.SIG_IGN
-    finally:
-        signal.signal(USR1, before)
+    signal.signal(USR1, signal.SIG_IGN)
+    signals.install()
+    signals.remove(harmless=(USR1,))
+    assert signal.getsignal(USR1) == signal.SIG_IGN
 
 
 def test_only_the_main_thread_installs_and_removes(signals):
-    results = []
-    thread = threading.Thread(target=lambda: results.append(signals.install()))
-    thread.start()
-    thread.join()
-    assert results == [False]
-    assert signal.getsignal(USR1) != note_signal
-    signals.install()
-    thread = threading.Thread(target=signals.remove)
-    thread.start()
-    thread.join()
-    assert signal.getsignal(USR1) == note_signal
+    with ThreadPoolExecutor() as other_thread:
+        assert not other_thread.submit(signals.install).result()
+        assert signal.getsignal(USR1) != note_signal
+        signals.install()
+        other_thread.submit(signals.remove).result()
+        assert signal.getsignal(USR1) == note_signal
 
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1

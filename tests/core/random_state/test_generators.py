@@ -47,37 +47,24 @@ def test_numpy_is_not_needed(monkeypatch):
     write_global_states(without, CPU)
 
 
-class FakeDevice:
-    """An accelerator with one number for a generator."""
-
-    def __init__(self) -> None:
-        self.state, self.is_in_use = torch.tensor([5]), True
-
-    def is_initialized(self) -> bool:
-        return self.is_in_use
-
-    def get_rng_state(self, device: torch.device) -> torch.Tensor:
-        assert device == torch.device("cuda", 1)
-        return self.state
-
-    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
-        assert device == torch.device("cuda", 1)
-        self.state = state
-
-
 def test_the_device_of_this_rank_has_a_generator_too(monkeypatch):
-    fake, device = FakeDevice(), torch.device("cuda", 1)
+    device = torch.device("cuda", 1)
+    states = {device: torch.tensor([5])}
+    fake = SimpleNamespace(
+        is_initialized=lambda: True,
+        get_rng_state=states.__getitem__,
+        set_rng_state=lambda state, device: states.update({device: state}),
+    )
     monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
-    states = read_global_states(device)
-    assert states["cuda"] == 5
-    fake.state = torch.tensor([6])
-    write_global_states(states, CPU)
-    assert fake.state == 6
-    write_global_states({name: state for name, state in states.items() if name != "cuda"}, device)
-    assert fake.state == 6
-    write_global_states(states, device)
-    assert fake.state == 5
-    fake.is_in_use = False
+    read = read_global_states(device)
+    assert read["cuda"] == 5
+    states[device] = torch.tensor([6])
+    write_global_states(read, CPU)
+    write_global_states({name: state for name, state in read.items() if name != "cuda"}, device)
+    assert states == {device: 6}
+    write_global_states(read, device)
+    assert states == {device: 5}
+    fake.is_initialized = lambda: False
     assert "cuda" not in read_global_states(device)
 
 

@@ -33,17 +33,6 @@ def test_counts_what_is_alive(size):
     assert counter.read()["cpu"] - before == pytest.approx(0, abs=8 * KIB)
 
 
-@pytest.mark.device
-def test_counts_a_device():
-    from support.devices import DEVICE
-
-    counter = LiveBytes(torch.device(DEVICE, 0))
-    name = str(torch.device(DEVICE, 0))
-    before = counter.read()[name]
-    tensor = torch.empty(MIB, dtype=torch.uint8, device=DEVICE)
-    assert counter.read()[name] - before == tensor.nbytes
-
-
 def steady(counts, length=20):
     return steady_bytes([*deque(counts, maxlen=length)], KIB)
 

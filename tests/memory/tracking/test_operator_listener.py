@@ -1,4 +1,4 @@
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -54,18 +54,14 @@ def test_what_is_entered_in_a_thread_of_autograd_does_not_see_other_threads():
     def run(mode):
         with mode, inner:
             torch.ones(2)
-            other = threading.Thread(target=lambda: with_mode(mode))
-            other.start()
-            other.join()
+            threads.submit(run_beside, mode).result()
 
-    def with_mode(mode):
+    def run_beside(mode):
         with mode:
             torch.zeros(2)
 
-    with outer:
-        thread = threading.Thread(target=run, args=_get_current_dispatch_mode_stack())
-        thread.start()
-        thread.join()
+    with outer, ThreadPoolExecutor(2) as threads:
+        threads.submit(run, *_get_current_dispatch_mode_stack()).result()
     assert inner.log == ["before ones", "after ones"]
     assert outer.log == ["before ones", "after ones", "before zeros", "after zeros"]
 

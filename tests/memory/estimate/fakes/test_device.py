@@ -12,10 +12,8 @@ from torch import nn
 from torch.optim import AdamW
 
 from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, REAL_TYPES
-from lightning_vram.memory.device.accelerators import has_statistics, has_streams, read_allocator
 from lightning_vram.memory.estimate.fake_device import (
     FAKE_GPU,
-    FAKE_GPU_TYPE,
     FakeParameter,
     FakeTensors,
     UntouchedWeights,
@@ -46,27 +44,6 @@ def test_a_step_runs_on_it_and_takes_no_memory():
     assert timeline.device == "lazy:0"
     assert timeline.peak_by_phase["backward"] >= 2 * weight
     assert timeline.live_bytes >= 4 * weight  # weight, gradient, two states
-
-
-def test_it_has_streams_and_statistics_as_a_card_has():
-    live = [5 * MIB]
-    with a_card(allocated=lambda: live[0]):
-        assert has_streams(FAKE_GPU_TYPE)
-        assert has_statistics(FAKE_GPU_TYPE)
-        assert read_allocator(FAKE_GPU).allocated_bytes == 5 * MIB
-        assert torch.lazy.mem_get_info() == (59 * MIB, 64 * MIB)
-        with torch.lazy.stream(torch.Stream(FAKE_GPU)):
-            event = torch.accelerator.current_stream().record_event()
-        event.synchronize()
-        assert event.query()
-
-
-def test_pinned_memory_is_told_of():
-    pinned = []
-    with a_card(pinned):
-        tensor = torch.empty(8)
-        assert tensor.pin_memory() is tensor
-    assert pinned[0] is tensor
 
 
 def test_fakes_share_what_the_real_ones_share():
