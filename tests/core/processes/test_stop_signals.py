@@ -113,23 +113,18 @@ def make_vote() -> StopVote:
     return StopVote(RankAgreement(), StopSignals((TERM, USR1)))
 
 
-def test_alone_a_signal_is_known_at_once():
+def test_alone_a_signal_is_known_at_once_without_a_limit():
     vote = make_vote()
+    vote.limit(0)
+    assert not vote.exchange_limited()
     assert not vote.exchange()
     note_signal(TERM)
+    assert vote.exchange_limited()
     assert vote.exchange()
     assert vote.name == "SIGTERM"
     note_signal(USR1)
     assert vote.exchange()
     assert vote.name == "SIGUSR1"
-
-
-def test_alone_there_is_no_limit():
-    vote = make_vote()
-    vote.limit(0)
-    assert not vote.exchange_limited()
-    note_signal(USR1)
-    assert vote.exchange_limited()
 
 
 def know_of_it_since_the_same_call() -> None:

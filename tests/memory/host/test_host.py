@@ -159,17 +159,6 @@ def test_the_quota_of_a_container_counts(tmp_path: Path, limit: str, cores: int)
     assert cores_of_rank(2, write_files(tmp_path, files)) == cores
 
 
-@pytest.mark.parametrize(("mount", "quota", "cores"), [("cpu", "300000\n", 3), ("cpu,cpuacct", "-1\n", 16)])
-def test_quotas_of_the_first_version(tmp_path: Path, mount: str, quota: str, cores: int):
-    group = f"sys/fs/cgroup/{mount}/slurm/job_1"
-    files = {
-        "proc/self/cgroup": f"9:memory:/x\n4:{mount}:/slurm/job_1\n",
-        f"{group}/cpu.cfs_quota_us": quota,
-        f"{group}/cpu.cfs_period_us": "100000\n",
-    }
-    assert cores_of_rank(1, write_files(tmp_path, files)) == cores
-
-
 def test_a_count_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"^cores_of_rank\(local_world_size\) must be at least 1, got 0\.$"):
         cores_of_rank(0)

@@ -1,14 +1,29 @@
-"""Timelines as the allocator of a card sees them, and through it."""
+"""Timelines as the allocator of a card sees them; training steps that PyTorch's own allocator has recorded, replayed.
 
+``recorded_steps.json``: CUDA builds of torch 2.11 and 2.15, a small language model, two steps of other lengths than
+the one before the trace. The driver was played: it handed out addresses without memory, and kernels did nothing.
+So the allocator, the operators' requests and cuBLAS's workspaces are real; there was no GPU.
+"""
+
+import json
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
 
+import pytest
+from support.allocator_snapshots import replay_snapshot
 from support.estimates import allocation, timeline_of
 
-from lightning_vram.memory.estimate.caching_allocator import AllocatorReplay, AllocatorSettings, as_on_gpu
+from lightning_vram.memory.estimate.caching_allocator import (
+    AllocatorReplay,
+    AllocatorSettings,
+    as_on_gpu,
+    parse_settings,
+)
 from lightning_vram.memory.estimate.workspaces import Workspaces
 from lightning_vram.memory.tracking.timeline import Allocation, Category, MemoryEvent, MemoryTimeline, Phase
 from lightning_vram.memory.units import MIB
+from tests.benchmarks.trace_text import expand_trace
 
 CARD = "lazy:0"
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
@@ -92,3 +107,27 @@ def test_gradients_are_summed_in_place_by_autograd_and_by_nobody_else():
     assert orders(ops, changes, module="net.layer") == [0, 1, 0]  # recomputation
     assert orders(ops, [(0, 4, FORWARD), (1, 4, FORWARD), (0, -4, FORWARD)]) == [0, 1, 0]
     assert orders(ops, [(0, 8, BACKWARD), (1, 4, BACKWARD), (0, -8, BACKWARD)]) == [0, 1, 0]
+
+
+STEPS = json.loads((Path(__file__).parent / "recorded_steps.json").read_text())
+
+
+@pytest.mark.parametrize("row", STEPS, ids=lambda row: f"{row['torch']} {row['settings']}")
+def test_a_recorded_step_is_followed_to_the_byte(row):
+    segments, entries = expand_trace(row)
+    settings = parse_settings(row["settings"])
+    result = replay_snapshot(entries, settings=settings, segments=segments)
+    assert (result.worst_error, result.num_unknown) == (0, 0)
+    assert result.peak_allocated_bytes == row["max_memory_allocated_bytes"]
+    assert result.simulated_peak_bytes == row["max_memory_reserved_bytes"]
+    assert len(set(result.simulated)) > 5  # it grew on the way
+
+
+def entry(action, addr=0, size=0, **others):
+    return {"action": action, "addr": addr, "size": size, "stream": 0, **others}
+
+
+def test_a_difference_is_told_as_a_part_of_the_peak():
+    result = replay_snapshot([entry("segment_alloc", 0, 40 * MIB), entry("alloc", 0, 5 * MIB), entry("alloc", 64, 1)])
+    assert result.worst_error == 0.5
+    assert (result.recorded_peak_bytes, result.simulated_peak_bytes) == (40 * MIB, 22 * MIB)

@@ -91,26 +91,6 @@ def test_a_freed_block_serves_its_own_stream():
     assert allocator.malloc(20 * MIB, stream=1) is block
 
 
-def test_pages_are_mapped_as_they_are_needed():
-    allocator = make("expandable_segments:True")
-    allocator.malloc(5 * MIB)
-    assert allocator.reserved_bytes == 20 * MIB
-    allocator.malloc(30 * MIB)  # 15 MiB are there, one page more
-    assert (allocator.reserved_bytes, allocator.allocated_bytes) == (40 * MIB, 35 * MIB)
-    allocator.malloc(1)
-    assert allocator.reserved_bytes == 42 * MIB  # small ones have a segment of their own, with pages of 2 MiB
-
-
-def test_memory_freed_in_one_size_serves_another():
-    sizes = [30, 50]
-    allocator, fixed = make("expandable_segments:True"), make()
-    for one in (allocator, fixed):
-        for block in [one.malloc(size * MIB) for size in sizes]:
-            one.free(block)
-        one.malloc(80 * MIB)
-    assert (allocator.reserved_bytes, fixed.reserved_bytes) == (80 * MIB, 160 * MIB)
-
-
 def test_all_settings_at_once_with_blanks_and_a_comma_at_the_end():
     text = "expandable_segments:True, max_split_size_mb : 128,large_segment_size_mb:32,roundup_power2_divisions:4,"
     assert parse_settings(text) == AllocatorSettings(

@@ -39,32 +39,6 @@ def test_recurrent_layers_keep_results_ends_and_cudnns_reserve(card, kind, num_l
     assert list(notes) == ["nn.LSTM, nn.GRU, nn.RNN: memory that cuDNN saves for backward is a rough estimate."]
 
 
-def step_bytes(make_optimizer):
-    """Bytes that come and go in a second step over two layers of 64 x 64."""
-    layers = nn.ModuleList(nn.Linear(64, 64, bias=False, device="cuda") for _ in range(2))
-    optimizer = make_optimizer(layers.parameters())
-    for _ in range(2):
-        for parameter in layers.parameters():
-            parameter.grad = torch.empty_like(parameter)
-        with track_memory() as tracker:
-            optimizer.step()
-    timeline = tracker.timeline.on("lazy:0")
-    return timeline.peak_bytes - timeline.live_bytes
-
-
-@pytest.mark.parametrize(
-    ("make_optimizer", "num_bytes"),
-    [
-        (lambda parameters: torch.optim.AdamW(parameters, capturable=True), 2 * 64 * 64 * 4),  # roots of both at once
-        (lambda parameters: torch.optim.AdamW(parameters, fused=True), 0),
-        (lambda parameters: torch.optim.SGD(parameters, 0.1, 0.9), 0),
-    ],
-)
-def test_optimizers_step_as_on_cuda(card, make_optimizer, num_bytes):
-    card()
-    assert num_bytes <= step_bytes(make_optimizer) < num_bytes + 100  # and numbers of steps
-
-
 A100 = Processors(108, 2048)
 CARD = DeviceSpec("mine", 2**30, capability=(8, 0), num_multiprocessors=108)
 

@@ -11,10 +11,8 @@ from support.helpers import TinyGPT
 from torch import nn
 from torch.optim import AdamW
 
-from lightning_vram.core.tensors.properties import PARAMETER_CLASSES, REAL_TYPES
 from lightning_vram.memory.estimate.fake_device import (
     FAKE_GPU,
-    FakeParameter,
     FakeTensors,
     UntouchedWeights,
     fake_device,
@@ -90,19 +88,6 @@ def test_ranks_that_are_not_there_say_what_this_one_says():
         told = [None] * 4
         dist.all_gather_object(told, {"a": 1})
         assert told == [{"a": 1}] * 4
-
-
-def test_parameters_are_of_a_class_of_their_own_wherever_they_go() -> None:
-    with a_card():
-        layer = nn.Linear(2, 2)
-        kinds = {type(parameter) for parameter in layer.parameters()}
-        moved = {(type(parameter), parameter.device) for parameter in layer.to(FAKE_GPU).parameters()}
-        result = type(layer(torch.ones(1, 2, device=FAKE_GPU)))
-
-    assert kinds == {FakeParameter}
-    assert moved == {(FakeParameter, FAKE_GPU)}
-    assert result is not FakeParameter
-    assert FakeParameter in PARAMETER_CLASSES - REAL_TYPES
 
 
 def resident_bytes() -> int:
