@@ -13,7 +13,6 @@ import torch.multiprocessing as mp
 
 from lightning_vram.core.ranks import LostPeerError, RankAgreementError, check_store, naming_lost_peers
 
-TIMEOUT = timedelta(seconds=3)
 LOOK = ". See the log of the rank that failed first; if it is only slow, increase `timeout=`."
 
 
