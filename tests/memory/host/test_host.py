@@ -131,9 +131,7 @@ def test_a_slurm_task_has_its_cores_for_itself(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("step", [{"STEP_TASKS_PER_NODE": "1(x2)", "NODEID": "1"}, {}], ids=["srun", "batch script"])
-def test_ranks_that_torchrun_starts_in_one_task_share_its_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: dict[str, str]
-):
+def test_ranks_that_torchrun_starts_in_one_task_share_its_cores(tmp_path, monkeypatch, step: dict[str, str]):
     slurm(monkeypatch, CPUS_PER_TASK="8", **step)
     assert cores_of_rank(4, tmp_path) == 2
 
@@ -145,9 +143,7 @@ def test_the_tasks_are_counted_on_this_node(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("binding", "cores"), [("mask_cpu:", 4), ("none", 2), ("", 2)])
-def test_what_slurm_bound_a_task_to_is_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, binding: str, cores: int
-):
+def test_what_slurm_bound_a_task_to_is_its_own(tmp_path, monkeypatch, binding: str, cores: int):
     bind(monkeypatch, 4)
     slurm(monkeypatch, STEP_TASKS_PER_NODE="2", CPU_BIND_TYPE=binding)
     assert cores_of_rank(2, tmp_path) == cores

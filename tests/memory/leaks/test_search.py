@@ -135,6 +135,13 @@ def test_a_graph_is_told_at_once():
     assert [(holder.path, holder.has_graph) for holder in leak.holders] == [("training.losses", True)]
 
 
+def test_few_steps_are_followed_however_long_it_grows():
+    training = Training()
+    training.run(400)
+    assert sum(training.modes) <= 4
+    assert len(training.modes) == 400
+
+
 @pytest.mark.parametrize("has_tensors", [True, False])
 def test_what_only_a_cycle_keeps_and_growth_without_tensors_are_no_leak(has_tensors):
     training = Training()

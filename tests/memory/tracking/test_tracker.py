@@ -42,7 +42,6 @@ def test_every_byte_of_a_small_program():
     with track_memory(layer, inputs=batch) as tracker:
         step()
     timeline = tracker.timeline
-
     weight, inputs, hidden = FLOAT * HIDDEN * WIDTH, FLOAT * ROWS * WIDTH, FLOAT * ROWS * HIDDEN
     assert changes(timeline) == [
         ("held", weight),

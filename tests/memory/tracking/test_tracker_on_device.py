@@ -112,7 +112,6 @@ def test_peaks_are_those_of_the_allocator(net, part, make_trainer):
     defaults = {"accelerator": ACCELERATOR, "devices": 1, "max_epochs": 1, "limit_val_batches": 0}
     make_trainer(**defaults, **options).fit(model)
     leave_group()
-
     flag_bytes = 4 if part == "fp16" else 0  # of the last overflow; goes in the middle of the step
     assert readings.tracked.peak_bytes - readings.peak_bytes in (0, flag_bytes)
     assert readings.inner_peak_bytes >= readings.peak_bytes  # with the workspaces of kernels
