@@ -41,13 +41,10 @@ def refusal(*outputs, sizes=(3, 1)):
     return str(caught.value)
 
 
-def test_nothing_stays_nothing():
-    assert combine(None, None) is None
-
-
-def test_one_output_is_returned_as_it_is():
+def test_nothing_and_one_output_are_returned_as_they_are():
     output = {"count": torch.tensor(3), "other": object()}
     assert combine(output, sizes=(4,)) is output
+    assert combine(None, None) is None
 
 
 def test_rows_are_joined_without_a_graph():

@@ -167,9 +167,6 @@ class Machine:
         self.free: list[Tensor] = []
         self.memory: dict[int, Tensor] = {}
 
-    def is_available(self) -> bool:  # torch.accelerator asks: there is nothing to pin memory for
-        return False
-
     def Stream(self, device: torch.device) -> Stream:  # noqa: N802
         return Stream(self)
 
