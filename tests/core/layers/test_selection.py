@@ -103,12 +103,12 @@ def test_the_outermost_of_nested_matches_is_chosen_and_the_others_are_told():
 
 def test_compiled_modules_are_found_under_their_own_name_and_once():
     net = Net()
-    net.same = net.blocks[0]
-    net.compiled = torch.compile(net.blocks[3], backend="eager")
     net.blocks[1] = torch.compile(net.blocks[1], backend="eager")
     selection = select_layers(net, "blocks.1")
     assert selection.layers[0].module is net.blocks[1]._orig_mod
     assert names(net) == AUTO
+    net.same = net.blocks[0]
+    net.compiled = torch.compile(net.blocks[3], backend="eager")
     assert names(net, "Block") == BLOCKS
 
 
