@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from support.networks import ViT
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,12 +26,7 @@ def digits_resnet() -> tuple[nn.Module, Callable[[], Tensor]]:
     return net, lambda: F.cross_entropy(net(images), labels)
 
 
-def vit() -> tuple[nn.Module, Callable[[], Tensor]]:
-    net, images, labels = ViT(96, 2), torch.randn(4, 3, 128, 128), torch.randint(1000, (4,))
-    return net, lambda: F.cross_entropy(net(images), labels)
-
-
-NETWORKS = {"byte_gpt": byte_gpt, "digits_resnet": digits_resnet, "vit": vit}
+NETWORKS = {"byte_gpt": byte_gpt, "digits_resnet": digits_resnet}
 LEAST = {"bf16": 0.9999, "fp8": 0.998, "int8": 0.9998}
 
 
@@ -63,15 +57,6 @@ def test_the_cosine_is_that_of_the_gradients_and_above_what_is_documented(name: 
     assert cosine == pytest.approx(float(one @ other / (one.norm() * other.norm())), abs=1e-9)
     assert LEAST[lossy] < cosine < 1.0
     assert stage.report.kept_bytes < 0.75 * stage.report.saved_bytes
-
-
-def test_without_a_loss_the_cosine_is_one() -> None:
-    net, compute_loss = digits_resnet()
-    stage = CompressionStage(net)
-    stage.keeps_exact = True
-    with stage:
-        loss = compute_loss()
-    assert gradient_cosine(stage, loss, net.parameters()) == pytest.approx(1.0, abs=1e-12)
 
 
 def test_exact_gradients_are_exact_to_the_bit_and_only_while_asked_for() -> None:
@@ -135,17 +120,3 @@ def test_zero_missing_and_broken_gradients() -> None:
     message = "gradient_cosine(parameters) must hold one that requires a gradient, got none."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         gradient_cosine(stage, loss, [torch.ones(1)])
-
-
-def test_complex_parameters_count_as_two_numbers_each() -> None:
-    w = torch.randn(SIDE, SIDE, dtype=torch.complex64, requires_grad=True)
-    x = torch.randn(SIDE, SIDE, dtype=torch.complex64)
-    stage = CompressionStage(lossy="int8")
-    stage.keeps_exact = True
-    with stage:
-        loss = (w @ x * 1j).imag.tanh().sum()
-    cosine = gradient_cosine(stage, loss, [w])
-    stored = torch.view_as_real(torch.autograd.grad(loss, w)[0]).flatten().double()
-    exact = torch.view_as_real(torch.autograd.grad((w @ x * 1j).imag.tanh().sum(), w)[0]).flatten().double()
-    assert cosine == pytest.approx(F.cosine_similarity(stored, exact, dim=0).item(), abs=1e-9)
-    assert 0.999 < cosine < 1.0

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from techniques.activation_compression.test_stage import is_same
 from torch import Tensor
 
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
@@ -124,12 +125,6 @@ def run(program: list[tuple[str, int, int, int]], context: AbstractContextManage
     except RuntimeError as error:
         return "refused" if "modified by an inplace operation" in str(error) else str(error)
     return [loss.detach(), *(weight.grad for weight in weights), torch.get_rng_state()]
-
-
-def is_same(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 @pytest.mark.parametrize("num_cases", [60, pytest.param(NUM_CASES, marks=pytest.mark.slow)])
