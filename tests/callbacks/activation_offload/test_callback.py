@@ -1,7 +1,8 @@
 """ActivationOffload: what travels, what stays, what it says and what it refuses."""
 
+import copy
 import gc
-from pathlib import Path
+import re
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.devices import ACCELERATOR
-from support.helpers import CASES, LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module
+from support.helpers import LitManual, LitTiny, TinyCNN, TinyGPT, assert_equal_weights, describe_module
 
 from lightning_vram import ActivationCheckpointing, ActivationCompression, ActivationOffload, InPlaceFusion
 
@@ -21,79 +22,38 @@ pytestmark = [
 SMALL = {"min_offload_bytes": 256}  # the models are tiny
 
 
-def fit_both(make_model, make_trainer, make_callbacks, **arguments):
-    fitted = []
-    for callbacks in ([], make_callbacks()):
-        torch.manual_seed(0)
-        model = make_model()
-        make_trainer(callbacks=callbacks, **arguments).fit(model)
-        fitted.append(model)
-    return fitted
-
-
 def offload(**arguments):
     return ActivationOffload(**(SMALL | arguments))
 
 
-COMPANIES = {
-    "alone": lambda: [offload()],
-    "no window": lambda: [offload(window_bytes=0)],
-    "a limit": lambda: [offload(most_bytes="20KiB")],
-    "checkpointed layers": lambda: [ActivationCheckpointing(), offload()],
-    "kept products": lambda: [offload(), ActivationCheckpointing(save="matmuls")],
-    "a budget": lambda: [offload(), ActivationCheckpointing(budget="1MiB")],
-    "fusion": lambda: [offload(), InPlaceFusion(min_bytes=64)],
-    "compression": lambda: [offload(), ActivationCompression(min_bytes=64)],
-    "all": lambda: [
-        ActivationCompression(min_bytes=64),
-        InPlaceFusion(min_bytes=64),
-        offload(),
-        ActivationCheckpointing(save="matmuls"),
-    ],
-}
+def all_together():
+    compression, fusion = ActivationCompression(min_bytes=64), InPlaceFusion(min_bytes=64)
+    return [compression, fusion, offload(), ActivationCheckpointing(save="matmuls")]
 
 
-@pytest.mark.quick_sample(3)
-@pytest.mark.parametrize("company", COMPANIES)
-def test_training_is_unchanged(company, make_case, make_trainer):
-    plain, saving = make_case(), None
-    make_trainer().fit(plain)
-    saving = make_case()
-    make_trainer(callbacks=COMPANIES[company]()).fit(saving)
-    assert_equal_weights(saving, plain)
+def make_cnn():
+    return LitTiny(TinyCNN())
 
 
-@pytest.mark.parametrize("company", ["alone", "all"])
-@pytest.mark.parametrize(
-    "arguments",
-    [{"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}],
-    ids=["accumulation and clipping", "autocast"],
-)
-def test_training_is_unchanged_with(company, arguments, make_trainer):
-    fitted = fit_both(lambda: LitTiny(TinyGPT()), make_trainer, COMPANIES[company], **arguments)
-    assert_equal_weights(*fitted)
+def make_gpt():
+    return LitTiny(TinyGPT())
 
 
-def test_training_is_unchanged_with_manual_optimization(make_trainer):
-    assert_equal_weights(*fit_both(lambda: LitManual(TinyGPT()), make_trainer, COMPANIES["all"]))
+@pytest.mark.parametrize("callbacks", [lambda: [offload()], all_together], ids=["alone", "all"])
+@pytest.mark.parametrize("make", [make_gpt, lambda: LitManual(TinyGPT())], ids=["automatic", "manual"])
+def test_training_is_unchanged(callbacks, make, same_as_baseline):
+    same_as_baseline(make, *callbacks())
 
 
-@pytest.mark.distributed
-def test_training_is_unchanged_on_two_ranks(make_trainer):
-    arguments = {"strategy": "ddp_fork", "devices": 2, "max_epochs": 1}
-    assert_equal_weights(*fit_both(lambda: LitTiny(TinyGPT()), make_trainer, COMPANIES["all"], **arguments))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_training_is_unchanged_from_disk(case, make_trainer, tmp_path):
+def test_training_is_unchanged_from_disk(same_as_baseline, tmp_path):
     folder = tmp_path / "spill"
     folder.mkdir()
-    assert_equal_weights(*fit_both(CASES[case], make_trainer, lambda: [offload(disk_path=folder)]))
-    assert not list(Path(folder).iterdir())  # the file has no name
+    same_as_baseline(make_gpt, offload(disk_path=folder))
+    assert not list(folder.iterdir())  # the file has no name
 
 
-def test_bf16_for_the_trip_trains_nearly_the_same(make_trainer):
-    plain, saving = fit_both(lambda: LitTiny(TinyCNN()), make_trainer, lambda: [offload(compress="bf16")])
+def test_bf16_for_the_trip_trains_nearly_the_same(fit):
+    plain, saving = fit(make_cnn), fit(make_cnn, offload(compress="bf16"))
     weights = [torch.cat([p.flatten() for p in model.parameters()]) for model in (plain, saving)]
     assert not torch.equal(*weights)
     assert torch.nn.functional.cosine_similarity(*weights, dim=0) > 0.99
@@ -108,80 +68,59 @@ class Spy(Callback):
         self.reports.append(self.callback._offloading.report)
 
 
-def test_host_memory_does_not_grow_over_two_hundred_steps(make_trainer):
-    callback = offload()
-    spy = Spy(callback)
-    make_trainer(callbacks=[callback, spy], max_epochs=67, limit_val_batches=0).fit(LitTiny(TinyGPT()))
-    assert len(spy.reports) == 201
-    assert {report.host_bytes for report in spy.reports} == {spy.reports[0].host_bytes}
-    assert {report.offloaded_bytes for report in spy.reports[1:]} == {spy.reports[1].offloaded_bytes}
-    assert spy.reports[1].offloaded_bytes > 50_000
-
-
-def test_the_batch_does_not_travel(make_trainer):
-    """The images of the batch are what the first convolution saves."""
+def test_the_batch_does_not_travel(fit):
     sent = []
     for keeps in (True, False):
         callback = offload(window_bytes=0)
         spy = Spy(callback)
         if not keeps:
             callback.on_train_batch_start = lambda *args: None
-        make_trainer(callbacks=[callback, spy], max_epochs=1, limit_val_batches=0).fit(LitTiny(TinyCNN()))
+        fit(make_cnn, callback, spy)
         sent.append(spy.reports[-1].offloaded_bytes)
-    images_bytes = 4 * 3 * 8 * 8 * 4
+    images_bytes = 4 * 3 * 8 * 8 * 4  # what the first convolution saves
     assert sent[1] - sent[0] == images_bytes
 
 
-@pytest.mark.parametrize(("most_bytes", "limit"), [(0, 0), (20_000, 20_000), ("20KiB", 20 * 1024)])
-def test_no_more_travels_than_allowed(most_bytes, limit, make_trainer):
+@pytest.mark.parametrize(("most_bytes", "limit"), [(0, 0), ("20KiB", 20 * 1024)])
+def test_no_more_travels_than_allowed(most_bytes, limit, fit):
     callback = offload(most_bytes=most_bytes)
     spy = Spy(callback)
-    make_trainer(callbacks=[callback, spy], max_epochs=1, limit_val_batches=0).fit(LitTiny(TinyGPT()))
+    fit(make_gpt, callback, spy)
     assert all(limit * 0.5 <= report.offloaded_bytes <= limit for report in spy.reports)
     assert all(report.kept_bytes > 30_000 for report in spy.reports)
 
 
-def test_host_memory_is_given_back_after_the_fit(make_trainer):
-    callback, offloadings = offload(), []
-
-    class Keep(Callback):
-        def on_train_end(self, trainer, pl_module):
-            offloadings.append(callback._offloading)
-
-    make_trainer(callbacks=[callback, Keep()]).fit(LitTiny(TinyGPT()))
+def test_it_says_what_travels_and_gives_host_memory_back(fit, monkeypatch):
+    said, offloadings, callback = [], [], offload()
+    monkeypatch.setattr("lightning_vram.callbacks.activation_offload.callback.rank_zero_info", said.append)
+    watch = Callback()
+    watch.on_train_end = lambda trainer, pl_module: offloadings.append(callback._offloading)
+    fit(make_gpt, callback, watch)
+    (sentence,) = said
+    assert re.match(r"ActivationOffload offloads .* per step in .*1\.00 MiB of host memory", sentence)
     gc.collect()
     assert offloadings[0].report.host_bytes == 0
     assert callback._offloading is None
 
 
-def test_says_what_travels(make_trainer, monkeypatch):
-    said = []
-    monkeypatch.setattr("lightning_vram.callbacks.activation_offload.callback.rank_zero_info", said.append)
-    make_trainer(callbacks=[offload()]).fit(LitTiny(TinyGPT()))
-    (sentence,) = said
-    assert sentence.startswith("ActivationOffload offloads ")
-    assert " per step in " in sentence
-    assert "1.00 MiB of host memory" in sentence
-
-
-def test_warns_on_the_host(make_trainer):
+def test_warns_on_the_host(fit):
     with pytest.warns(UserWarning, match="ActivationOffload offloads to host memory, but the model is on the CPU"):
-        make_trainer(callbacks=[offload()], max_steps=1).fit(LitTiny(TinyCNN()))
+        fit(make_cnn, offload(), max_steps=1)
 
 
 def test_a_host_that_is_too_small_is_an_error_before_any_weight_has_changed(make_trainer, monkeypatch):
     monkeypatch.setattr("lightning_vram.core.host.memory.available_host_bytes", lambda: 1 << 20)
-    model = LitTiny(TinyGPT())
-    before, weights = describe_module(model), {k: v.clone() for k, v in model.state_dict().items()}
+    model = make_gpt()
+    before, expected = describe_module(model), copy.deepcopy(model)
     with pytest.raises(MisconfigurationException, match=r"^ActivationOffload: .*host"):
         make_trainer(callbacks=[offload()]).fit(model)
     assert describe_module(model) == before
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    assert_equal_weights(model, expected)
 
 
-def test_a_folder_that_is_not_there_is_an_error(make_trainer, tmp_path):
+def test_a_folder_that_is_not_there_is_an_error(fit, tmp_path):
     with pytest.raises(MisconfigurationException, match=r"^ActivationOffload: disk_path must be .* got '.*nowhere'"):
-        make_trainer(callbacks=[offload(disk_path=tmp_path / "nowhere")]).fit(LitTiny(TinyGPT()))
+        fit(make_gpt, offload(disk_path=tmp_path / "nowhere"))
 
 
 def test_strategies_that_move_parameters_are_refused(make_trainer, monkeypatch):
@@ -211,9 +150,6 @@ def test_refuses(arguments, error, message):
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("company", COMPANIES)
-@pytest.mark.parametrize("net", [TinyCNN, TinyGPT])
-def test_training_is_unchanged_on_a_gpu(net, company, make_trainer):
-    arguments = {"accelerator": ACCELERATOR, "devices": 1}
-    fitted = fit_both(lambda: LitTiny(net()), make_trainer, COMPANIES[company], **arguments)
-    assert_equal_weights(*(model.cpu() for model in fitted))
+@pytest.mark.parametrize("make", [make_cnn, make_gpt])
+def test_training_is_unchanged_on_a_gpu(make, same_as_baseline):
+    same_as_baseline(make, *all_together(), accelerator=ACCELERATOR, devices=1)

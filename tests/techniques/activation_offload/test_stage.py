@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from support.helpers import TinyCNN, TinyGPT
-from support.networks import make_network
+from techniques.activation_compression.test_stage import attention, byte_gpt, digits_resnet, lstm
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
@@ -24,7 +22,6 @@ from lightning_vram.core.host.memory import OffloadError
 from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import KIB, MIB
-from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing
 from lightning_vram.techniques.activation_offload.items import OffloadedItem, find_span
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
@@ -48,9 +45,9 @@ def disk_path(request, tmp_path):
     return tmp_path if request.param == "disk" else None
 
 
-def weight(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def weight(*shape: int) -> Tensor:
     torch.manual_seed(0)
-    return torch.randn(*(shape or (SIDE, SIDE)), dtype=dtype).requires_grad_()
+    return torch.randn(*(shape or (SIDE, SIDE))).requires_grad_()
 
 
 def gradients(module: nn.Module, compute: Callable[[], Tensor], context: AbstractContextManager[Any]) -> list[Tensor]:
@@ -87,77 +84,69 @@ def to_bytes(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().reshape(-1).clone().view(torch.uint8)
 
 
-def network(name: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+@pytest.mark.parametrize("make", [digits_resnet, byte_gpt, lstm, attention])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
+def test_gradients_of_networks_are_equal_to_the_bit_and_memory_does_not_grow(make, dtype, disk_path) -> None:
     torch.manual_seed(0)
-    if name == "tiny_gpt":
-        module, tokens = TinyGPT(), torch.randint(17, (4, 12))
-        return module, lambda: module(tokens).square().mean()
-    if name == "tiny_cnn":
-        module, images = TinyCNN(), torch.randn(4, 3, 8, 8)
-        return module, lambda: module(images).square().mean()
-    if name == "byte_gpt":
-        module, tokens = ByteGPT(2, 32, 2, 16), torch.randint(256, (4, 17))
-        return module, lambda: module._loss(tokens)
-    if name == "lstm":
-        module, x = nn.LSTM(8, 16, num_layers=2, dropout=0.2), torch.randn(5, 4, 8)
-        return module, lambda: module(x)[0].square().mean()
-    if name == "attention":
-        module, x = nn.MultiheadAttention(16, 2, dropout=0.1), torch.randn(6, 4, 16)
-        return module, lambda: module(x, x, x, need_weights=True)[0].square().mean()
-    module, x = make_network(name)
-    return module, lambda: module(x[:1]).float().square().mean()
-
-
-@pytest.mark.quick_sample(3)
-@pytest.mark.parametrize("name", ["tiny_gpt", "tiny_cnn", "byte_gpt", "lstm", "attention", "llama", "vit_small"])
-def test_gradients_of_networks_are_equal_to_the_bit(name: str, disk_path) -> None:
-    module, compute = network(name)
-    expected = gradients(module, compute, nullcontext())
-    offloading = ActivationOffloading(module, min_offload_bytes=256, disk_path=disk_path)
-    for _ in range(2):
-        assert_equal(gradients(module, compute, offloading), expected)
+    module, compute = make()
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        offloading, sizes = ActivationOffloading(module, min_offload_bytes=256, disk_path=disk_path), set()
+        for step in range(5):
+            expected = gradients(module, compute, nullcontext())
+            assert_equal(gradients(module, compute, offloading), expected)
+            if step > 0:
+                sizes.add((offloading.report.disk_bytes, disk_path is None and offloading.report.host_bytes))
+            assert offloading.num_away == 0
     assert offloading.report.offloaded_bytes > 0
-    assert offloading.num_away == 0
+    assert len(sizes) == len(offloading._history._last) == 1
+    assert offloading.report.host_bytes <= 5 * STAGING_BYTES
     offloading.close()
-
-
-def test_bf16_autocast_gives_the_same_bits() -> None:
-    module, compute = network("tiny_gpt")
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = gradients(module, compute, nullcontext())
-        offloading = ActivationOffloading(module, min_offload_bytes=1)
-        assert_equal(gradients(module, compute, offloading), expected)
 
 
 @pytest.mark.parametrize(
     "compute",
     [
-        lambda x: (x * 2).t().exp() @ x,
         lambda x: (x * 2)[3:40, 5:].exp().sum(0, keepdim=True),
-        lambda x: (x * 2)[0].exp(),
         lambda x: (x * 2)[0, :2].square() * x[0, :2],
         lambda x: (x[:1] * 2).expand(SIDE, SIDE).sin() * x,
         lambda x: torch.stack([row.sin() for row in (x * 2).unbind(1)]),
         lambda x: (x * 2).as_strided((SIDE, 8), (4, 1), 1).sin().sum(0) * x[0, :8],
         lambda x: torch.view_as_complex((x * 2).view(SIDE, -1, 2)).exp().conj().square().real,
         lambda x: torch.view_as_complex((x * 2).view(SIDE, -1, 2)).conj().imag.mul(x[:, :32]),
-        lambda x: torch.view_as_complex((x * 2).view(SIDE, -1, 2)).conj() * x[:, :32],
-        lambda x: (x * 2)[torch.arange(SIDE).flip(0), :5].sin(),
-        lambda x: x * (x > 0) + torch.where(x > 0.5, x.sin(), x.cos()),
-        lambda x: F.max_pool2d((x * 2)[None, None], 2).sin(),
-        lambda x: torch.cat([(x * 2).sin(), (x * 2).cos()]).exp(),
-        lambda x: (x * 2).cumprod(0).clamp(-5, 5),
-        lambda x: torch.linalg.svd(x[:8, :8])[1],
+        lambda x: (x * 2)[torch.arange(SIDE).flip(0), :5].sin() * (x > 0)[:, :5],
         lambda x: (x.to(torch.bfloat16) * 2).sin().float() + x.to(torch.float16).exp().float(),
-        lambda x: (x.double() * 2).sin().float(),
+        lambda x: Double.apply(x.sin() + 2),
+        lambda x: torch.vmap(lambda row: row.exp() * row)(x.sin() + 2) * torch.func.grad(lambda t: t.sin().sum())(x),
     ],
 )
 def test_views_strides_and_dtypes_come_back(compute: Callable[[Tensor], Tensor]) -> None:
-    assert_same(compute)
+    x = weight()
+    (expected,) = torch.autograd.grad(compute(x).abs().square().sum(), x)
+    for window_bytes in (0, "auto", 10**9):
+        offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=window_bytes)
+        for _ in range(3):
+            with offloading:
+                loss = compute(x).abs().square().sum()
+            assert offloading.report.offloaded_bytes + offloading.report.kept_bytes > 0
+            assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+            del loss
+            assert offloading.num_away == 0
 
 
-def test_complex_weights() -> None:
-    assert_same(lambda x: (x * 2).t().sin() @ x.conj(), dtype=torch.complex64)
+class Double(torch.autograd.Function):
+    """Asks for its saved tensors twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x * 2
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        x, y = ctx.saved_tensors
+        again, _ = ctx.saved_tensors
+        return gradient * (x + y) / 3 / again
 
 
 @pytest.mark.parametrize(
@@ -166,15 +155,12 @@ def test_complex_weights() -> None:
         lambda: torch.randn(6, 5).t(),
         lambda: torch.randn(6, 1).expand(6, 7),
         lambda: torch.randn(3, 4, 5)[:, 1:3, ::2],
-        lambda: torch.randn(20).as_strided((3, 4), (2, 3), 1),
         lambda: torch.randn(4, 4, dtype=torch.complex64),
         lambda: torch.randn(1000)[5:9],
-        lambda: torch.arange(9, dtype=torch.int16).view(3, 3),
         lambda: torch.rand(7) > 0.5,
         lambda: torch.randn(8).to(torch.float8_e4m3fn),
         lambda: torch.tensor(2.0, dtype=torch.float64),
         lambda: torch.arange(19, dtype=torch.uint8)[2:18].view(torch.int16),
-        lambda: torch.arange(19, dtype=torch.uint8)[8:16].view(torch.int64),
     ],
 )
 @pytest.mark.parametrize("window_bytes", [0, 10**9])
@@ -248,21 +234,6 @@ def test_memory_that_was_written_to_meanwhile_travels_again() -> None:
     assert offloading.report.num_offloaded == 2
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         first.backward()
-
-
-def test_overwritten_activations_raise_what_autograd_raises() -> None:
-    messages = []
-    for context in (nullcontext(), ActivationOffloading(min_offload_bytes=1)):
-        x = weight()
-        with context:
-            y = (x * 2).exp()
-            loss = y.sum()
-            y.add_(1)
-        with pytest.raises(RuntimeError) as error:
-            loss.backward()
-        messages.append(str(error.value).split(";")[0])
-    assert "has been modified by an inplace operation" in messages[1]
-    assert messages[1].split("[")[0] == messages[0].split("[")[0]
 
 
 def test_parameters_buffers_and_small_tensors_never_travel() -> None:
@@ -359,16 +330,6 @@ def test_checkpointed_layers_offload_their_inputs(use_reentrant: bool) -> None:
     assert offloading.report.offloaded_bytes + offloading.report.kept_bytes == 4 * MATRIX
 
 
-def test_our_checkpointed_layers_offload_their_inputs() -> None:
-    module, compute = network("byte_gpt")
-    expected = gradients(module, compute, nullcontext())
-    handle = apply_activation_checkpointing(module)
-    offloading = ActivationOffloading(module, min_offload_bytes=4 * 16 * 32 * 4)
-    assert_equal(gradients(module, compute, offloading), expected)
-    handle.remove()
-    assert offloading.report.offloaded_bytes >= 2 * 4 * 16 * 32 * 4
-
-
 def test_hooks_of_the_user_inside_have_precedence() -> None:
     x = weight()
     expected = torch.autograd.grad((x.sin() * x).exp().sum(), x)
@@ -379,28 +340,6 @@ def test_hooks_of_the_user_inside_have_precedence() -> None:
             loss = y.exp().sum()
     assert offloading.report.num_offloaded == 2
     assert_equal(list(torch.autograd.grad(loss, x)), list(expected))
-
-
-def test_functional_transforms_and_custom_functions_inside() -> None:
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            y = x * 2
-            ctx.save_for_backward(x, y)
-            return y
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            x, y = ctx.saved_tensors
-            again, _ = ctx.saved_tensors
-            return gradient * (x + y) / 3 / again
-
-    def compute(x: Tensor) -> Tensor:
-        y = Double.apply(x.sin() + 2)
-        z = torch.func.grad(lambda t: t.sin().square().sum())(y.detach())
-        return torch.vmap(lambda row: row.exp() * row)(y) * z
-
-    assert_same(compute)
 
 
 def test_compiled_parts() -> None:
@@ -414,17 +353,6 @@ def test_compiled_parts() -> None:
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other)
     assert offloading.report.num_offloaded > 0
-
-
-def test_two_offloadings_nested_hand_on_what_stays() -> None:
-    x = weight()
-    expected = torch.autograd.grad((x.sin() * x[:1].exp()).sum(), x)
-    outer, inner = ActivationOffloading(min_offload_bytes=1), ActivationOffloading(min_offload_bytes=MATRIX)
-    with outer, inner:
-        loss = (x.sin() * x[:1].exp()).sum()
-    assert inner.report.offloaded_bytes == 2 * MATRIX  # the weight and its sine
-    assert outer.report.offloaded_bytes == SIDE * 4
-    assert_equal(list(torch.autograd.grad(loss, x)), list(expected))
 
 
 class Copying(SavedTensorStage):
@@ -555,34 +483,6 @@ def test_device_and_host_bytes_of_fake_tensors_are_those_worked_out() -> None:
     assert offloading.num_away == 0
 
 
-def test_on_the_host_the_tracker_counts_what_the_device_would_hold() -> None:
-    x = weight()
-    offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=0)
-    with track_memory() as tracker:
-        with offloading:
-            loss = x.sin().sin().sin().sum()
-        loss.backward()
-    assert tracker.timeline.saved_for_backward_bytes == 8  # the loss and its gradient
-    assert tracker.timeline.peak_bytes == 4 * MATRIX + 8  # a sine, its cosine, the gradient, and the next
-
-
-@pytest.mark.slow
-def test_two_hundred_steps_take_no_more_host_memory_than_two(tmp_path) -> None:
-    module, compute = network("tiny_gpt")
-    for folder in (None, tmp_path):
-        offloading = ActivationOffloading(module, min_offload_bytes=1, disk_path=folder)
-        sizes = set()
-        for step in range(200 if folder is None else 20):
-            gradients(module, compute, offloading)
-            if step > 0:
-                sizes.add((offloading.report.disk_bytes, folder is None and offloading.report.host_bytes))
-            assert offloading.num_away == 0
-        assert len(sizes) == 1
-        assert offloading.report.host_bytes <= 5 * STAGING_BYTES
-        assert len(offloading._history._last) == 1
-        offloading.close()
-
-
 def test_nothing_is_alive_after_a_step_or_an_exception() -> None:
     module, x = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, SIDE)), torch.randn(SIDE, SIDE)
     offloading = ActivationOffloading(module, min_offload_bytes=1)
@@ -633,17 +533,15 @@ def test_it_can_be_closed_and_entered_again(disk_path) -> None:
 
 
 def test_a_host_that_is_too_small_is_refused_and_all_stays_usable(monkeypatch) -> None:
-    x = weight()
-    offloading = ActivationOffloading(min_offload_bytes=1)
-    monkeypatch.setattr(host_arena, "available_host_bytes", lambda: 1024 * MIB + 5 * KIB)
-    message = r"^activation offload needs 1\.00 MiB of host memory, but 1\.00 GiB are available"
-    with pytest.raises(RuntimeError, match=message), offloading:
-        x.sin().exp().sum()
-    monkeypatch.undo()
-    (expected,) = torch.autograd.grad(x.sin().exp().sum(), x)
+    x, offloading = weight(), ActivationOffloading(min_offload_bytes=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(host_arena, "available_host_bytes", lambda: 1024 * MIB + 5 * KIB)
+        message = r"^activation offload needs 1\.00 MiB of host memory, but 1\.00 GiB are available"
+        with pytest.raises(RuntimeError, match=message), offloading:
+            x.sin().exp().sum()
     with offloading:
         loss = x.sin().exp().sum()
-    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+    assert torch.equal(torch.autograd.grad(loss, x)[0], torch.autograd.grad(x.sin().exp().sum(), x)[0])
 
 
 def test_in_bfloat16_they_take_half_of_the_host_and_come_back_rounded() -> None:
@@ -661,14 +559,6 @@ def test_in_bfloat16_they_take_half_of_the_host_and_come_back_rounded() -> None:
     assert torch.equal(bits.give(), x.view(torch.int32))
     assert offloading.report.offloaded_bytes == (4 + 8 + 8 + 4) * 2**18
     assert offloading.report.host_bytes == 7 * MIB  # chunks of 1, 2 and 4 for 0.5 + 0.5 + 2 + 1
-
-
-def test_training_in_bfloat16_stays_close() -> None:
-    module, compute = network("tiny_gpt")
-    expected = gradients(module, compute, nullcontext())
-    found = gradients(module, compute, ActivationOffloading(module, min_offload_bytes=1, compress="bf16"))
-    for one, other in zip(found, expected, strict=True):
-        assert (one - other).norm() <= 0.02 * other.norm() + 1e-6
 
 
 def test_it_does_not_nest() -> None:
@@ -757,14 +647,6 @@ def test_writes_without_a_version_do_not_change_what_was_sent_nor_hide_behind_it
     offloading.close()
 
 
-def test_what_is_read_in_a_forward_does_not_end_it() -> None:
-    offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=0)
-    with offloading:
-        first = offloading.take(torch.randn(SIDE))
-        first.give()
-        assert offloading.take(torch.randn(SIDE)).item.run is first.item.run
-
-
 def test_forwards_without_a_backward_do_not_pile_up() -> None:
     w = weight(8)
     offloading = ActivationOffloading(min_offload_bytes=1)
@@ -818,12 +700,10 @@ def test_recomputation_inside_reads_what_it_kept_before_a_write(window_bytes: in
     assert_equal(results[1], results[0])
 
 
-@pytest.mark.quick_sample(3)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_programs_with_recomputation_inside(seed: int) -> None:
     def compute(context: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> list[Tensor] | str:
-        generator, leaves = random.Random(seed), [weight(), weight() * 2]
-        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        generator, leaves = random.Random(seed), [weight(), (weight() * 2).detach().requires_grad_()]
         with context, inner:
             live = [leaf * 1.5 for leaf in leaves]
             for _ in range(12):
@@ -842,7 +722,7 @@ def test_random_programs_with_recomputation_inside(seed: int) -> None:
 
     expected = compute(nullcontext(), nullcontext())
     for window_bytes in (0, 3 * MATRIX, 10**6):
-        offloading, recomputation = ActivationOffloading(min_offload_bytes=1, window_bytes=window_bytes), None
+        offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=window_bytes)
         recomputation = Recomputation(min_bytes=1)
         for _ in range(3):
             got = compute(offloading, recomputation)
