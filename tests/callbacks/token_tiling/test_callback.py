@@ -1,29 +1,21 @@
 """``TokenTiling``: weights of the plain run, up to rounding, in a Trainer."""
 
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins import MixedPrecision
+from callbacks.chunked_loss.test_callback import IN_16_BITS, MODES, STRATEGIES, Lit, Manual, Sharded
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support.helpers import Forking, ForkingOffload, LitManual, LitTiny
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lightning_vram import (
     ActivationCheckpointing,
-    ActivationOffload,
     ChunkedLoss,
-    InPlaceFusion,
-    LeanMixedPrecision,
-    MicroBatching,
     TokenTiling,
 )
-from lightning_vram.callbacks.token_tiling import TokenTiling as Same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 NUM_TOKENS, WIDTH = 24, 8
@@ -61,53 +53,9 @@ class Block(nn.Module):
         return hidden + self.mlp(hidden)
 
 
-class Lit(LitTiny):
-    """Steps by SGD."""
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self.net(batch[0]).flatten(0, 1), batch[1].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Manual(Lit, LitManual):
-    """The same, in manual optimization."""
-
-    training_step = LitManual.training_step
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        halves = list(self.net.parameters())
-        return [torch.optim.SGD(half, lr=0.1) for half in (halves[::2], halves[1::2])]
-
-
-class Sharded(Lit):
-    """A network that is sharded in layers."""
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "is_sharded"):
-            self.is_sharded = True
-            for layer in (self.net.blocks[0], self.net.blocks[1].mlp, self.net):
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-
-    def state_dict(self, **options: Any) -> Any:
-        return {
-            name: getattr(value, "full_tensor", lambda value=value: value)()
-            for name, value in super().state_dict(**options).items()
-        }
-
-
-@pytest.fixture
-def fit(make_trainer):
-    def fit(make: Any = Lit, callbacks: Any = (), *, plugin: Any = None, is_tiled: bool, **options: Any) -> Any:
-        pl.seed_everything(0, verbose=False)
-        model = make(Net())
-        tiling = [TokenTiling(tile=5)] if is_tiled else []
-        plugins = [plugin()] if plugin is not None else []
-        make_trainer(callbacks=[*callbacks, *tiling, Reads()], plugins=plugins, **options).fit(model)
-        return [parameter.detach() for parameter in model.state_dict().values()]
-
-    return fit
+class ShardedInside(Sharded):
+    def layers(self) -> list[nn.Module]:
+        return [self.net.blocks[0], self.net.blocks[1].mlp]
 
 
 class Reads(pl.Callback):
@@ -123,58 +71,31 @@ class Reads(pl.Callback):
                 }
 
 
-def assert_near(ones: list[Tensor], others: list[Tensor], tolerance: float) -> None:
-    for one, other in zip(ones, others, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+def compare(same_as_baseline: Any, kind: Any, *callbacks: pl.Callback, **options: Any) -> None:
+    same_as_baseline(lambda: kind(Net()), *callbacks, TokenTiling(tile=5), Reads(), **options)
 
 
-def test_it_is_exported() -> None:
-    assert TokenTiling is Same
+TILED_MODES = MODES | {"chunked loss": lambda: {"callbacks": [ActivationCheckpointing("**.mlp"), ChunkedLoss(chunk=5)]}}
 
 
-@pytest.mark.parametrize(
-    ("options", "tolerance"),
-    [
-        ({}, 1e-6),
-        ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, 1e-6),
-        ({"precision": "bf16-mixed"}, 2e-3),
-        ({"plugin": partial(MixedPrecision, "16-mixed", "cpu")}, 2e-3),
-        ({"plugin": partial(LeanMixedPrecision, "bf16", recast_in_backward=True)}, 2e-3),
-        ({"make": Manual}, 1e-6),
-        ({"callbacks": [ActivationCheckpointing(), ActivationOffload("64B")]}, 1e-6),
-        ({"callbacks": [ActivationCheckpointing("**.mlp"), ChunkedLoss(chunk=5)]}, 1e-6),
-        ({"callbacks": [InPlaceFusion(), MicroBatching(2)]}, 1e-6),
-    ],
-    ids=[
-        "eager",
-        "accumulation and clipping",
-        "bf16",
-        "fp16 with a scaler",
-        "lean",
-        "manual",
-        "checkpointing and offload",
-        "the same modules checkpointed, chunked loss",
-        "fusion, micro-batching",
-    ],
-)
-def test_training_is_that_of_whole_sequences(options, tolerance, fit):
-    assert_near(fit(is_tiled=True, **options), fit(is_tiled=False, **options), tolerance)
+@pytest.mark.parametrize("mode", TILED_MODES)
+def test_training_is_that_of_whole_sequences(mode, same_as_baseline):
+    baseline, options = TILED_MODES[mode](), TILED_MODES[mode]()
+    callbacks, tolerance = options.pop("callbacks", []), 2e-3 if mode in IN_16_BITS else 1e-6
+    compare(same_as_baseline, Lit, *callbacks, tolerance=tolerance, baseline=baseline, **options)
+
+
+def test_training_by_hand_is_that_of_whole_sequences(same_as_baseline):
+    compare(same_as_baseline, Manual, tolerance=1e-6)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("make", "strategy"),
-    [(Lit, lambda: "ddp_fork"), (Sharded, Forking), (Lit, ForkingOffload)],
-    ids=["ddp", "fsdp2", "fsdp_offload"],
-)
-def test_on_two_ranks(make, strategy, fit):
-    options = {"devices": 2, "make": make, "max_epochs": 1, "enable_checkpointing": False}
-    plain, found = (fit(strategy=strategy(), is_tiled=is_tiled, **options) for is_tiled in (False, True))
-    assert_near(found, plain, 1e-6)
-
-
-def test_under_fsdp_offload(fit):
-    assert_near(fit(strategy=ForkingOffload(), is_tiled=True), fit(is_tiled=False), 1e-6)
+@pytest.mark.quick_sample(1)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_on_two_ranks(name, same_as_baseline):
+    kind, strategy = STRATEGIES[name]
+    options = {"devices": 2, "strategy": strategy(), "baseline": {"strategy": strategy()}, "tolerance": 1e-6}
+    compare(same_as_baseline, ShardedInside if kind is Sharded else kind, **options)
 
 
 def test_what_runs_in_tiles_is_told(make_trainer, caplog):

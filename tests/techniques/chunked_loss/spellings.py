@@ -58,15 +58,9 @@ def _jensen_shannon(logits: Tensor) -> Tensor:
     return 0.5 * (first + second).mean()
 
 
-def _normalised(logits: Tensor) -> Tensor:
-    return (logits - torch.logsumexp(logits, dim=-1, keepdim=True)).exp().max(-1).values.mean()
-
-
 IN_CHUNKS: dict[str, Loss] = {
     "view": lambda x: F.cross_entropy(x.view(-1, VOCAB_SIZE), MASKED.view(-1)),
     "module, float": lambda x: nn.CrossEntropyLoss()(_rows(x).float(), MASKED.flatten()),
-    "flatten": lambda x: F.cross_entropy(x.flatten(0, 1), TARGET.flatten()),
-    "shift": lambda x: F.cross_entropy(_rows(x[..., :-1, :].contiguous()), TARGET[..., 1:].flatten()),
     "shift, classes first": lambda x: F.cross_entropy(x[:, :-1].transpose(1, 2), MASKED[:, 1:]),
     "permute": lambda x: F.cross_entropy(x.permute(0, 2, 1).contiguous(), MASKED, reduction="sum"),
     "mT, of each": lambda x: (F.cross_entropy(x.mT, MASKED, reduction="none") * _fixed(*SHAPE)).sum(),
@@ -82,20 +76,13 @@ IN_CHUNKS: dict[str, Loss] = {
     "chosen tokens": lambda x: F.cross_entropy(x[MASKED != -100], MASKED[MASKED != -100]),
     "z-loss": lambda x: F.cross_entropy(_rows(x), TARGET.flatten()) + 0.1 * torch.logsumexp(x, -1).square().mean(),
     "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean(),
-    "normalised": _normalised,
     "largest": lambda x: x.max(dim=-1)[0].mean() + x.topk(3).values.mean() + x.amin(-1).sum() + x.mean(),
     "kl_div": lambda x: F.kl_div(x.log_softmax(-1), TEACHER.to(x.dtype), reduction="batchmean"),
-    "kl_div, logs": lambda x: F.kl_div(
-        _rows(x).log_softmax(-1), _rows(TEACHER).log().to(x.dtype), reduction="sum", log_target=True
-    ),
     "reverse": lambda x: F.kl_div(TEACHER.log().to(x.dtype), x.softmax(-1), reduction="sum"),
     "jensen-shannon": _jensen_shannon,
     "dpo": _dpo,
     "last tokens": lambda x: F.cross_entropy(x[torch.arange(SHAPE[0]), TARGET[:, 0] % SHAPE[1]], TARGET[:, 0]),
-    "as another": lambda x: F.cross_entropy(x.view_as(_rows(TEACHER)) + WEIGHT.to(x.dtype)[None], TARGET.flatten()),
     "one by one": lambda x: torch.stack([F.cross_entropy(*pair) for pair in zip(x, TARGET, strict=True)]).mean(),
-    "some classes": lambda x: F.cross_entropy(_rows(x[..., :50]), TARGET.flatten().clamp(max=49)),
-    "masked": lambda x: F.cross_entropy(_rows(x.masked_fill(x < -9.0, -1e4)), TARGET.flatten()),
     "distilled": lambda x: F.cross_entropy(_rows(x), _rows((x.detach() / 2).softmax(-1))),
 }
 WHOLE: dict[str, Loss] = {
@@ -103,8 +90,6 @@ WHOLE: dict[str, Loss] = {
     "in place": lambda x: F.cross_entropy(_rows(x.div_(2.0)), TARGET.flatten()),
     "written": lambda x: _written(x),
     "categorical": lambda x: kl_divergence(*(torch.distributions.Categorical(logits=y) for y in (x, x * 2))).mean(),
-    "einsum": lambda x: torch.einsum("btv,v->bt", x, WEIGHT.to(x.dtype)).sum(),
-    "old spelling": lambda x: F.mse_loss(x, TEACHER.to(x.dtype)),
 }
 
 

@@ -17,31 +17,9 @@ def test_a_head_has_as_many_results_as_the_embedding_has_entries():
     assert list(find_heads(nn.ModuleList([Net(), Net()]))) == ["0.head", "1.head"]
 
 
-def test_layers_as_wide_as_the_vocabulary_or_the_positions_are_none():
-    assert list(find_heads(ByteGPT(num_layers=2, width=64, sequence_length=64))) == ["net.head"]
-
-
 def test_a_head_can_be_named():
     assert list(find_heads(nn.ModuleList([Net(), Net()]), "0.head")) == ["0.head"]
     assert list(find_heads(nn.Sequential(nn.Linear(2, 2)), nn.Linear)) == ["0"]
-
-
-def test_a_model_without_a_head_is_refused():
-    with pytest.raises(
-        ValueError,
-        match=r"^No head found: no nn\.Linear has as many outputs as an nn\.Embedding has entries\. Name it: "
-        r"ChunkedLoss\(heads='net\.head'\), as in named_modules\(\)\.$",
-    ):
-        find_heads(DigitsResNet((1,), 4))
-
-
-def test_what_is_no_linear_layer_is_refused():
-    with pytest.raises(
-        ValueError,
-        match=r"^embed \(Embedding\) cannot be a head: only nn\.Linear can\. Name it: "
-        r"ChunkedLoss\(heads='net\.head'\), as in named_modules\(\)\.$",
-    ):
-        find_heads(Net(), "embed")
 
 
 class Cosine(nn.Linear):
@@ -51,21 +29,39 @@ class Cosine(nn.Linear):
         return nn.functional.linear(hidden, nn.functional.normalize(self.weight))
 
 
-@pytest.mark.parametrize("heads", ["auto", "head"])
-@pytest.mark.parametrize("kind", [Cosine, nn.Linear])
-def test_what_does_not_compute_as_linear_layers_do_is_refused(heads, kind):
+def with_head(kind):
     net = Net()
     net.head = kind(8, 60)
     if kind is nn.Linear:
         net.head.forward = lambda hidden: nn.Linear.forward(net.head, hidden) * 2
-    with pytest.raises(
-        ValueError,
-        match=rf"^head \({kind.__name__}\) cannot be a head: it has its own forward, and chunks are computed as "
-        r"in nn\.Linear\. Leave out ChunkedLoss, or name other heads\.$",
-    ):
-        find_heads(net, heads)
-    with pytest.raises(ValueError, match=r"^heads='none' matches no module or class of Net\."):
-        find_heads(net, "none")
+    return net
+
+
+NAME_IT = r"Name it: ChunkedLoss\(heads='net\.head'\), as in named_modules\(\)\.$"
+OWN = (
+    r" cannot be a head: it has its own forward, and chunks are computed as in nn\.Linear\. Leave out ChunkedLoss, or "
+    r"name other heads\.$"
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "heads", "message"),
+    [
+        (
+            lambda: DigitsResNet((1,), 4),
+            "auto",
+            rf"^No head found: no nn\.Linear has as many outputs as an nn\.Embedding has entries\. {NAME_IT}",
+        ),
+        (Net, "embed", rf"^embed \(Embedding\) cannot be a head: only nn\.Linear can\. {NAME_IT}"),
+        (lambda: with_head(Cosine), "auto", rf"^head \(Cosine\){OWN}"),
+        (lambda: with_head(nn.Linear), "head", rf"^head \(Linear\){OWN}"),
+        (Net, "none", r"^heads='none' matches no module or class of Net\."),
+    ],
+    ids=["no head", "embedding", "own class", "own forward", "no name"],
+)
+def test_what_is_no_head_is_refused(make, heads, message):
+    with pytest.raises(ValueError, match=message):
+        find_heads(make(), heads)
 
 
 def test_a_head_is_taken_once():

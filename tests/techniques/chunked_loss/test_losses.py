@@ -40,24 +40,18 @@ def distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     return max(((a - b).float().norm() / b.float().norm().clamp(min=1e-20)).item() for a, b in pairs)
 
 
-@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32, untied", "float64, tied"])
 @pytest.mark.parametrize("name", [*IN_CHUNKS, *WHOLE])
-def test_a_loss_and_its_gradients_are_those_of_whole_logits(name, is_tied):
+def test_a_loss_and_its_gradients_are_those_of_whole_logits(name, dtype):
     torch.manual_seed(0)
-    net = Net(is_tied=is_tied)
+    is_double = dtype is torch.float64
+    net = Net(is_tied=is_double, bias=not is_double).to(dtype)
     loss = {**IN_CHUNKS, **WHOLE}[name]
     (plain, _), (found, told) = (train(net, loss, chunk) for chunk in (None, CHUNK))
-    assert distance(found[:1], plain[:1]) < 2e-6
-    assert distance(found, plain) < 1e-5
+    is_rounded = not is_double or "float" in name or "shannon" in name
+    assert distance(found[:1], plain[:1]) < (2e-6 if is_rounded else 1e-12)
+    assert distance(found, plain) < (1e-5 if is_rounded else 1e-12)
     assert (len(told) > 0) == (name in WHOLE)
-
-
-@pytest.mark.parametrize("name", IN_CHUNKS)
-def test_in_float64_they_agree_to_its_last_digits(name):
-    torch.manual_seed(0)
-    net = Net(bias=False).double()
-    plain, found = (train(net, IN_CHUNKS[name], chunk)[0] for chunk in (None, CHUNK))
-    assert distance(found, plain) < (1e-6 if "float" in name or "shannon" in name else 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -88,7 +82,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(options=OPTIONS)
 def test_options_of_cross_entropy_in_any_combination(options):
     torch.manual_seed(0)
@@ -144,15 +138,6 @@ def test_two_heads_are_distilled_token_by_token():
         assert all(p.grad is None for p in pair["teacher"].parameters())
         pair.zero_grad()
     assert distance(*found) < 1e-5
-
-
-def test_of_no_token_the_loss_is_what_torch_says():
-    net = Net()
-    ignored = torch.full(SHAPE, -100).flatten()
-    found, _ = train(net, lambda logits: F.cross_entropy(logits.view(-1, VOCAB_SIZE), ignored), CHUNK)
-    assert found[0].isnan()
-    found, _ = train(net, lambda logits: F.cross_entropy(logits.view(-1, VOCAB_SIZE), ignored, reduction="sum"), CHUNK)
-    assert not found[0]
 
 
 def test_a_retained_graph_gives_the_gradient_twice():

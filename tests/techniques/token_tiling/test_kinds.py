@@ -1,7 +1,6 @@
 """What is found out to mix tokens, and what runs in tiles."""
 
 import random
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from lightning_vram.techniques.token_tiling import apply, apply_token_tiling
-from lightning_vram.techniques.token_tiling.apply import prove
 
 WIDTH = 16
 KEPT: list[Tensor] = []
@@ -73,11 +71,6 @@ class Normalised(torch.autograd.Function):
         return gradient / gradient.norm()
 
 
-def count(self: Any, hidden: Tensor) -> Tensor:
-    self.parts[0].running_mean.add_(1)
-    return hidden * self.scale
-
-
 class Gain(nn.Module):
     """Computes with a buffer, or with a tensor that is none."""
 
@@ -97,11 +90,6 @@ def with_buffer(module: nn.Module) -> nn.Module:
     return module
 
 
-def replace_buffer(self: Any, hidden: Tensor) -> Tensor:
-    self.count = self.count + 1
-    return hidden * self.scale
-
-
 def zero_linear() -> nn.Linear:
     linear = nn.Linear(WIDTH, WIDTH, bias=False)
     nn.init.zeros_(linear.weight)
@@ -110,8 +98,6 @@ def zero_linear() -> nn.Linear:
 
 MIXING = {
     "batch norm": (lambda: Function(over_tokens, nn.BatchNorm1d(WIDTH)), "has a BatchNorm1d"),
-    "batch norm by hand": (lambda: Function(lambda s, h: s.scale * (h - h.mean((0, 1))) / h.std((0, 1))), READS),
-    "group norm": (lambda: Function(over_tokens, nn.GroupNorm(2, WIDTH)), READS),
     "attention": (
         lambda: Function(lambda s, h: s.parts[0](h, h, h)[0], nn.MultiheadAttention(WIDTH, 2, batch_first=True)),
         "has a MultiheadAttention",
@@ -126,12 +112,8 @@ MIXING = {
         lambda: Function(over_tokens, nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
         "may mix distant tokens in convolution",
     ),
-    "cumsum": (lambda: Function(lambda s, h: s.scale * h.cumsum(1)), READS),
     "softmax": (lambda: Function(lambda s, h: s.scale * h.softmax(1)), READS),
-    "mean": (lambda: Function(lambda s, h: s.scale * h - h.mean(1, keepdim=True)), READS),
-    "maximum": (lambda: Function(lambda s, h: s.scale * h + h.amax(1, keepdim=True)), READS),
     "flip": (lambda: Function(lambda s, h: s.scale * h.flip(1)), READS),
-    "sort": (lambda: Function(lambda s, h: s.scale * h.sort(1).values), READS),
     "positions": (Positions, READS),
     "number of tokens": (lambda: Function(lambda s, h: s.scale * h / h.shape[1]), READS),
     "one mask for all": (
@@ -140,16 +122,8 @@ MIXING = {
     ),
     "in place": (lambda: Function(lambda s, h: h.mul_(s.scale)), "writes to its input"),
     "something kept": (lambda: Function(keep_aside), "stores something of its call in 'aside'"),
-    "something in a list of a dict": (
-        lambda: Function(lambda s, h: vars(s).setdefault("seen", {"all": []})["all"].append(1) or h * s.scale),
-        "stores something of its call in 'seen'",
-    ),
     "a buffer that is written past its counter": (
         lambda: with_buffer(Function(lambda s, h: s.count.data.add_(1)[0] * 0 + h * s.scale)),
-        "stores something of its call in '_buffers'",
-    ),
-    "a buffer that is replaced": (
-        lambda: with_buffer(Function(replace_buffer)),
         "stores something of its call in '_buffers'",
     ),
     "something in a list": (lambda: Function(keep_in_list), "stores something of its call in 'losses'"),
@@ -160,10 +134,6 @@ MIXING = {
     "weights of others": (
         lambda: Function(lambda s, h: h * s.scale * OTHER),
         "uses a tensor that requires a gradient and is neither its parameter nor its input",
-    ),
-    "far convolution": (
-        lambda: Function(over_tokens, nn.Conv1d(WIDTH, WIDTH, 3, padding=64, dilation=64)),
-        "may mix distant tokens in convolution",
     ),
     "far roll": (
         lambda: Function(lambda s, h: s.scale * h.roll(64, 1)),
@@ -176,10 +146,6 @@ MIXING = {
     "norm of the gradient": (
         lambda: Function(lambda s, h: Normalised.apply(h) * s.scale),
         "mixes tokens in its backward",
-    ),
-    "buffer": (
-        lambda: Function(count, nn.BatchNorm1d(WIDTH).requires_grad_(False).eval()),
-        "has a BatchNorm1d",
     ),
     "pooled": (
         lambda: Function(lambda s, h: (s.scale * h).mean(1)),
@@ -308,20 +274,6 @@ def test_without_values_random_numbers_tell():
     assert {parameter.device.type for parameter in nets.parameters()} == {"meta"}
 
 
-def test_layers_of_one_kind_are_asked_once_without_values(monkeypatch):
-    asked = []
-    monkeypatch.setattr(apply, "prove", lambda *arguments: asked.append(1) or prove(*arguments))
-    monkeypatch.setattr(apply, "_in_estimates", {})
-    with torch.device("meta"):
-        nets = nn.ModuleList(Function(lambda s, h: s.scale * h.relu(), nn.Linear(width, 4)) for width in (4, 4, 8))
-    nets[2].function = lambda s, h: s.scale * h.cumsum(1)
-    handle = apply_token_tiling(nets, "Function", tile=16)
-    for net in nets:
-        net(torch.empty(2, 64, WIDTH, device="meta"))
-    assert [is_alone for is_alone, _ in handle.verdicts().values()] == [True, True, False]
-    assert len(asked) == 2
-
-
 def test_weights_too_large_for_random_numbers_run_plain_without_values_also_if_named(monkeypatch):
     monkeypatch.setattr(apply, "_MOST_RANDOM_NUMBERS", WIDTH * 16 - 1)
     monkeypatch.setattr(apply, "_in_estimates", {})
@@ -351,15 +303,6 @@ def test_gradients_of_gradients_are_refused():
         match=r"^TokenTiling does not support gradients of gradients \(create_graph=True\)\. Leave it out\.$",
     ):
         torch.autograd.grad(net[0](hidden).sum(), hidden, create_graph=True)
-
-
-def test_nested_tensors_run_plain():
-    net = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())])
-    apply_token_tiling(net, tile=16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of PyTorch: they are a prototype
-        hidden = torch.nested.nested_tensor([torch.randn(20, WIDTH), torch.randn(30, WIDTH)])
-    assert net[0](hidden).is_nested
 
 
 def test_random_numbers_go_on_from_where_they_were():
