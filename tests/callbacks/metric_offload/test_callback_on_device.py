@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.devices import ACCELERATOR, DEVICE, device_module
-from support.metric_models import CALLED, LOGGED, METRICS, Detections, LitMetrics, assert_equal_values
+from support.metric_models import METRICS, Detections, LitMetrics, assert_equal_values
 from torchmetrics import Metric
 from torchmetrics.classification import BinaryAUROC
 
@@ -25,12 +25,12 @@ def make_device_trainer(make_trainer):
     return lambda **overrides: make_trainer(**{"accelerator": ACCELERATOR, "devices": 1, "max_epochs": 1} | overrides)
 
 
-def run(make_device_trainer, callbacks, make_metric, use="update", stage="fit"):
+def run(make_device_trainer, callbacks, make_metric, use):
     torch.manual_seed(0)
     model = LitMetrics(make_metric, use)
     trainer = make_device_trainer(callbacks=callbacks)
-    results = getattr(trainer, stage)(model)
-    return [model.values, dict(trainer.callback_metrics), results or []], model
+    trainer.fit(model)
+    return [model.values, dict(trainer.callback_metrics)]
 
 
 def items_of(model):
@@ -41,10 +41,7 @@ def items_of(model):
 
 
 @pytest.mark.parametrize(
-    ("name", "use"),
-    [(name, "update") for name in METRICS]
-    + [(name, "log") for name in LOGGED]
-    + [(name, "forward") for name in CALLED],
+    ("name", "use"), [("collection", "update"), ("detections", "log"), ("other states", "forward")]
 )
 def test_values_are_those_of_the_plain_run_and_lists_are_on_the_host(make_device_trainer, name, use):
     class Looks(MetricOffload):
@@ -56,22 +53,12 @@ def test_values_are_those_of_the_plain_run_and_lists_are_on_the_host(make_device
             assert {item.device.type for item in items} == {"cpu"}
             Looks.num_items += len(items)
 
-    plain, _ = run(make_device_trainer, [], METRICS[name], use)
-    ours, _ = run(make_device_trainer, [Looks()], METRICS[name], use)
+    plain, ours = (run(make_device_trainer, callbacks, METRICS[name], use) for callbacks in ([], [Looks()]))
     assert_equal_values(ours, plain, ROUNDING)
     assert Looks.num_items > 0
-
-
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_values_in_other_stages(make_device_trainer, stage):
-    plain, _ = run(make_device_trainer, [], METRICS["collection"], stage=stage)
-    ours, _ = run(make_device_trainer, [MetricOffload()], METRICS["collection"], stage=stage)
-    assert_equal_values(ours, plain, ROUNDING)
-
-
-def test_a_value_is_on_the_device_as_in_a_plain_run(make_device_trainer):
-    _, model = run(make_device_trainer, [MetricOffload()], METRICS["auroc"])
-    assert {value.device.type for value in model.values} == {DEVICE}
+    assert use == "log" or {value.device.type for value in torch.utils._pytree.tree_leaves(ours[0])} == {
+        DEVICE
+    }  # as in a plain run
 
 
 @pytest.mark.parametrize("make_metric", [BinaryAUROC, Detections], ids=["auroc", "as mean average precision"])
@@ -109,30 +96,10 @@ def test_states_are_back_where_the_metric_is(make_device_trainer):
     assert_equal_values(model.metric.compute(), value, ROUNDING)
 
 
-def test_after_an_error_metrics_are_what_they_were(make_device_trainer):
-    class Fails(LitMetrics):
-        def validation_step(self, batch, batch_idx):
-            super().validation_step(batch, batch_idx)
-            if batch_idx == 2 and not self.is_repaired:
-                raise RuntimeError("planted")
-
-    torch.manual_seed(0)
-    model, callback = Fails(BinaryAUROC), MetricOffload()
-    model.is_repaired = False
-    with pytest.raises(RuntimeError, match="planted"):
-        make_device_trainer(callbacks=[callback]).validate(model)
-    assert len(model.metric.preds) == 3
-    assert not {"forward", "_apply", "_sync_dist"} & set(vars(model.metric))
-    model.metric.reset()
-    model.is_repaired = True
-    make_device_trainer().validate(model, verbose=False)
-
-
-@pytest.mark.parametrize("kind", ["list", "dict of lists"])
-def test_outputs_collected_by_hand_are_named_once(make_device_trainer, kind, recwarn):
+def test_outputs_collected_by_hand_are_named_once(make_device_trainer, recwarn):
     class Collects(LitMetrics):
         def validation_step(self, batch, batch_idx):
-            self.outputs.setdefault(0, []).append(torch.ones(256, device=self.device)) if kind != "list" else None
+            self.outputs.setdefault(0, []).append(torch.ones(256, device=self.device))
             self.by_hand.append(torch.ones(256, device=self.device))
             self.on_host.append(torch.ones(256))
 
@@ -141,13 +108,10 @@ def test_outputs_collected_by_hand_are_named_once(make_device_trainer, kind, rec
 
     model = Collects(BinaryAUROC)
     model.by_hand, model.on_host, model.outputs = [], [], {}
-    make_device_trainer(callbacks=[MetricOffload()], max_epochs=2, num_sanity_val_steps=2).validate(
-        model, verbose=False
-    )
+    make_device_trainer(callbacks=[MetricOffload()]).validate(model, verbose=False)
     (message,) = (str(one.message) for one in recwarn if "collects tensors" in str(one.message))
-    both = "" if kind == "list" else ", `self.outputs` (3.00 KiB, 1.00 KiB more with each batch)"
     assert message == (
         f"MetricOffload: the module collects tensors on {DEVICE}:0 in `self.by_hand` (3.00 KiB, 1.00 KiB more "
-        f"with each batch){both}. Move them to the CPU, as in `self.by_hand.append(output.detach().cpu())`, "
-        f"or let a metric collect them."
+        "with each batch), `self.outputs` (3.00 KiB, 1.00 KiB more with each batch). Move them to the CPU, as in "
+        "`self.by_hand.append(output.detach().cpu())`, or let a metric collect them."
     )

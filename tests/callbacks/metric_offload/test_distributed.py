@@ -15,15 +15,13 @@ pytestmark = pytest.mark.distributed
 GATHERED = ["auroc", "detections", "average precision", "cat", "other states", "collection", "minmax", "classwise"]
 
 
-@pytest.mark.quick_sample(1)
 @pytest.mark.filterwarnings("ignore:.*recommended to use .self.log.*sync_dist")
-@pytest.mark.parametrize("name", ["auroc", "cat", "detections"])
-def test_logged_values_are_those_of_the_plain_run(make_trainer, name):
+def test_logged_values_are_those_of_the_plain_run(make_trainer):
     logged = []
     for callbacks in ([], [MetricOffload()]):
         torch.manual_seed(0)
         trainer = make_trainer(callbacks=callbacks, strategy="ddp_fork", devices=2, max_epochs=1)
-        trainer.fit(LitMetrics(METRICS[name], "log", num_batches=200))
+        trainer.fit(LitMetrics(METRICS["auroc"], "log"))
         logged.append(trainer.callback_metrics)
     assert_equal_values(*logged)
 

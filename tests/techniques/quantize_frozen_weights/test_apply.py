@@ -129,20 +129,18 @@ def checkpointed(model, is_reentrant, batch):
     )
 
 
-def test_compiled_without_a_break_it_does_the_same_and_keeps_no_weight(pair):
-    batch = tokens()
+def test_compiled_without_a_break_it_does_the_same_and_keeps_no_weight():
+    pair, batch = make_pair(LoRANet(), 4), tokens()
     torch._dynamo.reset()
     compiled = [torch.compile(one, backend="aot_eager_decomp_partition", fullgraph=True) for one in pair]
     ours, theirs = (train(one, batch, each) for one, each in zip(pair, compiled, strict=True))
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     bases = {layer.weight.numel() for name, layer in pair[1].named_modules() if name in QUANTIZED and name != "embed"}
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         compiled[0](batch)
     assert any(tensor is pair[0].conv.weight.held for tensor in saved)  # the bytes, which are there anyway
-    decoded = [tensor.shape for tensor in saved if type(tensor) is torch.Tensor and tensor.numel() in bases]
-    assert decoded == []
+    assert [tensor.shape for tensor in saved if type(tensor) is torch.Tensor and tensor.numel() in bases] == []
 
 
 def live_bytes(model, batch, *, is_autocast=False):
@@ -151,19 +149,6 @@ def live_bytes(model, batch, *, is_autocast=False):
     del output
     timeline = tracker.timeline
     return sum(event.change_bytes for event in timeline.events), timeline
-
-
-class ReadsItsWeights(nn.Sequential):
-    def forward(self, batch):
-        head, sizes = self[0].head.weight, sum(p.numel() for p in self.parameters())
-        return self[0](batch) + head.sum() + head.t().mean() + sizes
-
-
-def test_a_compiled_module_reads_its_weights_without_a_break(pair):
-    batch = tokens()
-    models = [ReadsItsWeights(one) for one in pair]
-    ours, theirs = (train(one, batch, torch.compile(one, backend="aot_eager", fullgraph=True)) for one in models)
-    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("share", [(8, 0.265625), (4, 0.140625)], ids=str)
@@ -207,40 +192,12 @@ def test_copies_and_pickles_are_quantized_and_independent(pair):
         assert twin.head.weight.held is not model.head.weight.held
         quantize_frozen_weights(twin, model.head.weight.form.packing.bits).remove()
         assert type(twin.head.weight) is nn.Parameter
-    assert_same(train(model, batch), train(plain, batch))
-
-
-@pytest.mark.parametrize(
-    "twin_of", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"]
-)
-def test_copies_of_parameters_without_their_model_have_its_values(twin_of, pair):
-    model, plain = pair
     expected = list(plain.parameters())
-    assert_same(twin_of(list(model.parameters())), expected)
-    assert_same(twin_of(torch.optim.AdamW(model.parameters())).param_groups[0]["params"], expected)
-    assert torch.equal(twin_of(model.head.weight), plain.head.weight)
-
-
-def test_hooks_and_other_names_of_a_layer_work(pair):
-    model, plain = pair
-    seen = []
-    for one in pair:
-        one.up.base_layer.register_forward_hook(lambda layer, given, output: seen.append(output))
-    train(model, batch := tokens())
-    train(plain, batch)
-    assert torch.equal(*seen)
-    assert {name for name, _ in model.named_parameters()} == {name for name, _ in plain.named_parameters()}
-    weight = model.head.weight
-    assert (weight.shape, weight.dtype, weight.device, weight.ndim, weight.dim(), weight.numel(), weight.size(0)) == (
-        (VOCAB_SIZE, 64),
-        torch.float32,
-        torch.device("cpu"),
-        2,
-        2,
-        VOCAB_SIZE * 64,
-        VOCAB_SIZE,
-    )
-    assert torch.equal(F.linear(torch.ones(64), weight), F.linear(torch.ones(64), plain.head.weight))
+    assert_same(train(model, batch), train(plain, batch))
+    for copied in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):  # parameters without their model
+        assert_same(copied(list(model.parameters())), expected)
+        assert_same(copied(torch.optim.AdamW(model.parameters())).param_groups[0]["params"], expected)
+        assert torch.equal(copied(model.head.weight), plain.head.weight)
 
 
 def test_tied_layers_stay_tied(bits):
@@ -274,19 +231,14 @@ READS = {
     "T": lambda weight: torch.ones(2, 64) @ weight.T,
     "matmul": lambda weight: torch.ones(2, 96) @ weight,
     "__getitem__": lambda weight: weight[0, 0],
-    "__mul__": lambda weight: weight * 2,
     "cat": lambda weight: torch.cat([torch.ones(2, 64), weight]),
     "linear": lambda weight: F.linear(weight, torch.ones(2, 64)),
-    "norm": lambda weight: weight.norm(),
     "data": lambda weight: weight.data.pow(2).sum(),
-    "detach": lambda weight: weight.detach().clone(),
     "numpy": lambda weight: torch.from_numpy(weight.detach().cpu().numpy()),
-    "float": lambda weight: weight.float(),
     "foreach": lambda weight: torch.stack(torch._foreach_norm([weight])),
     "average": lambda weight: torch.zeros(96, 64).lerp_(weight, 0.5),
     "vector": lambda weight: nn.utils.parameters_to_vector([weight]),
     "svd_lowrank": lambda weight: (torch.manual_seed(0), torch.svd_lowrank(weight, 4)[1])[1],
-    "pca_lowrank": lambda weight: (torch.manual_seed(0), torch.pca_lowrank(weight, 4)[1])[1],
     "shape": lambda weight: torch.tensor([*weight.shape, weight.numel(), weight.ndim, weight.element_size()]),
 }
 
@@ -305,14 +257,6 @@ def test_numbers_of_parameters_are_those_of_the_plain_model(pair):
     assert all(isinstance(p, nn.Parameter) for p in (*pair[0].parameters(), pair[0].head.weight))
 
 
-def test_parameters_of_a_quantized_model_load_into_another(pair, bits):
-    model, plain = pair
-    other = LoRANet()
-    quantize_frozen_weights(other, bits)
-    assert other.load_state_dict(dict(model.named_parameters())) == ([], [])
-    assert torch.equal(*(one(tokens().fill_(3)) for one in (other, plain)))
-
-
 def test_a_weight_that_functional_call_sets_is_the_weight(pair):
     given = {name: p.detach().clone() for name, p in pair[1].named_parameters()}
     assert torch.equal(*(torch.func.functional_call(one, given, (tokens().fill_(3),)) for one in pair))
@@ -321,18 +265,15 @@ def test_a_weight_that_functional_call_sets_is_the_weight(pair):
 WRITES = {
     "mul_": lambda weight: weight.mul_(2),
     "add_": lambda weight: weight.data.add_(1),
-    "zero_": lambda weight: weight.detach().zero_(),
     "__setitem__": lambda weight: weight.__setitem__(0, 1.0),
     "sub_": lambda weight: weight.__isub__(1),
     "_foreach_mul_": lambda weight: torch._foreach_mul_([weight], 2),
     "normal_": lambda weight: nn.init.normal_(weight),
     "data": lambda weight: setattr(weight, "data", torch.ones(96, 64)),
     "lerp": lambda weight: torch.lerp(weight, torch.ones(96, 64), 0.1, out=weight),
-    "addmm": lambda weight: torch.addmm(torch.ones(96, 64), torch.ones(96, 2), torch.ones(2, 64), out=weight),
     "min": lambda weight: torch.min(torch.ones(2, 64), 0, out=(weight.data, torch.tensor(0))),
     "relu": lambda weight: F.relu(weight, inplace=True),
     "requires_grad": lambda weight: setattr(weight, "requires_grad", True),
-    "requires_grad_": lambda weight: weight.requires_grad_(),
 }
 
 
@@ -408,34 +349,26 @@ class Odd(nn.Module):
         self.block = nn.Sequential(nn.Linear(64, 64))
 
 
+NOTHING = "has nothing to quantize: "
 WHY_NOT = {
-    "trained": "its weight is trained: freeze it with requires_grad_(False), or name other layers",
-    "drawn": "its weight is parametrized, so it is computed from others",
-    "attention.out_proj": "nn.MultiheadAttention reads its weight without calling it",
-    "renormed": "its max_norm writes to its weight",
-    "small": "its weight has fewer than 4096 numbers",
-    "norm": "it is a LayerNorm, not a linear layer, a convolution or an embedding",
-    "double": "its weight is a Parameter of torch.float64",
+    "trained": f"{NOTHING}its weight is trained: freeze it with requires_grad_(False), or name other layers.",
+    "drawn": f"{NOTHING}its weight is parametrized, so it is computed from others.",
+    "attention.out_proj": f"{NOTHING}nn.MultiheadAttention reads its weight without calling it.",
+    "renormed": f"{NOTHING}its max_norm writes to its weight.",
+    "small": f"{NOTHING}its weight has fewer than 4096 numbers.",
+    "norm": f"{NOTHING}it is a LayerNorm, not a linear layer, a convolution or an embedding.",
+    "double": f"{NOTHING}its weight is a Parameter of torch.float64.",
+    "tied": "shares its weight with a module that is not quantized: name other layers.",
+    "block": f"{NOTHING}it is a",
 }
 
 
 @pytest.mark.parametrize("name", WHY_NOT)
 def test_what_cannot_be_quantized_is_named_or_left_alone(name):
-    message = f"layers={name!r} names {name!r}, which has nothing to quantize: {WHY_NOT[name]}."
     model = Odd()
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'layers={name!r} names {name!r}, which {WHY_NOT[name]}')}"):
         quantize_frozen_weights(model, layers=name)
     assert quantize_frozen_weights(model).names == []
-
-
-def test_weights_that_others_have_and_blocks_without_frozen_layers_are_refused():
-    message = (
-        "layers='tied' names 'tied', which shares its weight with a module that is not quantized: name other layers."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        quantize_frozen_weights(Odd(), layers="tied")
-    with pytest.raises(ValueError, match=r"^layers='block' names 'block', which has nothing to quantize: it is a"):
-        quantize_frozen_weights(Odd(), layers="block")
 
 
 @pytest.mark.distributed
@@ -474,11 +407,10 @@ def test_plain_checkpoints_load_as_if_they_had_been_loaded_before(dtype, assign,
     assert_same(*(list(one.state_dict().values()) for one in (again, model)))
 
 
-@pytest.mark.parametrize("other", [(8, 128), (4, 64), (4, 32)], ids=str)
-def test_a_checkpoint_of_other_blocks_is_refused(other):
+def test_a_checkpoint_of_other_blocks_is_refused():
     model, saved = LoRANet(), LoRANet()
     quantize_frozen_weights(model, 8)
-    quantize_frozen_weights(saved, *other)
+    quantize_frozen_weights(saved, 4, block_size=32)
     with pytest.raises(
         RuntimeError, match=r"size mismatch for embed\.weight: .* with bits=8, block_size=64\. A quantized"
     ):
