@@ -5,6 +5,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from support.devices import ACCELERATOR, DEVICE, device_module
+from support.helpers import LitTiny, TinyCNN
 
 from lightning_vram import EmptyCache
 from lightning_vram.memory.device.accelerators import AllocatorBytes
@@ -12,6 +13,10 @@ from lightning_vram.memory.units import GIB, MIB
 
 EPOCHS, BATCHES = 2, 3  # as set in make_trainer and LitTiny
 MODULE = "lightning_vram.callbacks.empty_cache.callback"
+
+
+def make_model() -> LitTiny:
+    return LitTiny(TinyCNN())
 
 
 @pytest.fixture
@@ -28,7 +33,6 @@ def set_fragmentation(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr(f"{MODULE}.read_allocator", lambda device: reading)
 
 
-@pytest.mark.parametrize("accumulate_grad_batches", [1, 3])
 @pytest.mark.parametrize(
     ("every_n_batches", "during_training"),
     [
@@ -39,15 +43,15 @@ def set_fragmentation(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
         pytest.param(BATCHES + 1, 0, id="longer than the epoch"),
     ],
 )
-def test_release_count(make_model, make_trainer, release, every_n_batches, during_training, accumulate_grad_batches):
-    trainer = make_trainer(callbacks=[EmptyCache(every_n_batches)], accumulate_grad_batches=accumulate_grad_batches)
+def test_release_count(make_trainer, release, every_n_batches, during_training):
+    trainer = make_trainer(callbacks=[EmptyCache(every_n_batches)], accumulate_grad_batches=3)
     trainer.fit(make_model())
     around_validation = 2
     assert release.call_count == EPOCHS * (during_training + around_validation)
     release.assert_called_with(trainer.strategy.root_device)
 
 
-def test_releases_before_and_after_validation(make_model, make_trainer, release):
+def test_releases_before_and_after_validation(make_trainer, release):
     model, releases_so_far = make_model(), []
     model.on_validation_batch_end = lambda *_: releases_so_far.append(release.call_count)
     make_trainer(max_epochs=1, callbacks=[EmptyCache()]).fit(model)
@@ -56,13 +60,13 @@ def test_releases_before_and_after_validation(make_model, make_trainer, release)
 
 
 @pytest.mark.parametrize(("fragmentation_bytes", "is_released"), [(GIB - 1, False), (GIB, True)])
-def test_fragmentation_decides(make_model, make_trainer, release, monkeypatch, fragmentation_bytes, is_released):
+def test_fragmentation_decides(make_trainer, release, monkeypatch, fragmentation_bytes, is_released):
     set_fragmentation(monkeypatch, fragmentation_bytes)
     make_trainer(callbacks=[EmptyCache(min_fragmentation_bytes="1GiB")]).fit(make_model())
     assert release.call_count == (2 * EPOCHS if is_released else 0)
 
 
-def test_one_fragmented_rank_is_enough(make_model, make_trainer, release, monkeypatch):
+def test_one_fragmented_rank_is_enough(make_trainer, release, monkeypatch):
     set_fragmentation(monkeypatch, 0)
     trainer = make_trainer(max_epochs=1, callbacks=[EmptyCache(min_fragmentation_bytes=1)])
     votes = []
@@ -75,7 +79,7 @@ def test_one_fragmented_rank_is_enough(make_model, make_trainer, release, monkey
 
 
 @pytest.mark.parametrize("gc_collect", [False, True])
-def test_collects_garbage_first_if_asked(make_model, make_trainer, release, monkeypatch, gc_collect):
+def test_collects_garbage_first_if_asked(make_trainer, release, monkeypatch, gc_collect):
     collect = Mock()
     monkeypatch.setattr(f"{MODULE}.gc.collect", collect)
     make_trainer(max_epochs=1, callbacks=[EmptyCache(gc_collect=gc_collect)]).fit(make_model())
@@ -104,14 +108,14 @@ def test_refuses(arguments, error, message):
         EmptyCache(**arguments)
 
 
-def test_says_where_there_is_no_cache_and_warns_of_nothing(make_model, make_trainer, caplog):
+def test_says_where_there_is_no_cache_and_warns_of_nothing(make_trainer, caplog):
     with caplog.at_level("INFO"):
         make_trainer(callbacks=[EmptyCache()]).fit(make_model())  # a warning would be an error here
     assert "EmptyCache has no effect on device 'cpu': it has no cache." in caplog.messages
 
 
 @pytest.mark.device
-def test_validation_does_not_inherit_the_cache(make_model, make_trainer):
+def test_validation_does_not_inherit_the_cache(make_trainer):
     block_bytes = 256 * MIB
 
     def hoard(*_):  # allocate and free at once: the block stays in the cache

@@ -40,6 +40,7 @@ def test_what_has_no_such_moments_is_refused(optimizer, make, name, make_trainer
 
 
 @both
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("strategy", ["auto", "fsdp_offload"])
 def test_weights_of_16_bit_are_refused(strategy, make, name, make_trainer):
     trainer = make_trainer(callbacks=[make()], precision="bf16-true", strategy=strategy, devices=1)
@@ -121,6 +122,7 @@ class Mixed(Layers):
 
 
 @both
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("strategy", ["auto", "fsdp_offload"])
 def test_parameters_without_such_moments_train_as_they_would_and_are_named(strategy, make, name, make_trainer, caplog):
     ran = []

@@ -27,7 +27,6 @@ from lightning_vram import (
     OptimizerInBackward,
     QuantizeFrozenWeights,
     estimate_memory,
-    plan_memory,
     track_memory,
 )
 from lightning_vram.estimation.traced_fit import FitRun, trace_real_fit
@@ -210,7 +209,7 @@ def test_it_says_what_it_saves_and_that_it_does_nothing(make_trainer, caplog):
         make_trainer(callbacks=[QuantizeFrozenWeights()], max_steps=1).fit(LitTiny(TinyCNN()))
 
 
-def test_the_estimate_and_the_plan_are_those_of_the_run(monkeypatch):
+def test_the_estimate_is_that_of_the_run(monkeypatch):
     monkeypatch.setattr("lightning_vram.techniques.quantize_frozen_weights.packing._PART", 4096)  # of up to 16,384
     batch, options = torch.randint(96, (4, 9)), {"callbacks": [QuantizeFrozenWeights(4)]}
     estimate = estimate_memory(LitLoRA(), batch, device="cpu", trainer=options, find_limits=False)
@@ -220,9 +219,6 @@ def test_the_estimate_and_the_plan_are_those_of_the_run(monkeypatch):
     plain = estimate_memory(LitLoRA(), batch, device="cpu", find_limits=False)
     held, packed = (one.stages["train"].timeline.peak_by_category[Category.PARAMETERS] for one in (plain, estimate))
     assert held - packed == (4 - 4 / 8 - 4 / 64) * NUM_QUANTIZED
-    on_card = {"device": "rtx4090", "trainer": options}
-    needed_bytes = estimate_memory(LitLoRA(), batch, find_limits=False, **on_card).needed_bytes
-    assert plan_memory(LitLoRA(), batch, **on_card).peak_bytes == needed_bytes
 
 
 def test_chunked_loss_takes_a_quantized_head(fit, caplog):

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from lightning_vram.techniques.micro_batching import MicroBatchSizes
 
 SHAPE, OTHER = "x[8]", "x[16]"
@@ -61,17 +59,3 @@ def test_a_failure_elsewhere_says_nothing_of_elements():
     sizes.note_failure(SHAPE, 8, None)
     assert sizes.propose(SHAPE, 8, 80) == 4
     assert sizes.propose(OTHER, 16, 160) is None
-
-
-def test_the_oldest_shapes_are_forgotten():
-    sizes = MicroBatchSizes(None)
-    for number in range(1100):
-        run(sizes, room=8, shape=f"x[8, {number}]")
-    assert len(sizes.state_dict()["fits"]) <= 1024
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_one_sample_is_the_end(size: int):
-    sizes = MicroBatchSizes(None)
-    sizes.note_failure(SHAPE, 1, 10)
-    assert sizes.propose(SHAPE, size, 10 * size) == 1
