@@ -210,22 +210,6 @@ def test_digits_are_read_as_well_after_conversion(digits, tmp_path):
     assert trained.after["val_accuracy"] > static.before["val_accuracy"] - 0.005
 
 
-@pytest.mark.slow
-def test_conversion_to_four_bits_adds_less_loss_after_training_for_it(digits, tmp_path):
-    """What conversion adds, mean of three seeds: losses themselves depend on the processor's rounding."""
-    added = {"trained": 0.0, "untrained": 0.0}
-    for seed in range(3):
-        runs = {
-            "trained": digits(QuantizationAwareTraining("int4", start_epoch=1, save=None), seed=seed, epochs=3),
-            "untrained": digits(seed=seed, epochs=3),
-        }
-        for name, trainer in runs.items():
-            scheme = () if name == "trained" else ("int4",)
-            result = quantize_after_fit(trainer, tmp_path / f"{name}{seed}.pt", *scheme)
-            added[name] += (result.after["val_loss"] - result.before["val_loss"]) / 3
-    assert added["trained"] < 0.5 * added["untrained"], added  # -0.005 and 0.046 where this was written
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -11,7 +11,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_summary import summarize
 from support.helpers import LitTiny, TinyCNN, assert_equal_weights
 from support.lora_nets import NUM_QUANTIZED, QUANTIZED, LitLoRA, LoRANet
 from torch import nn
@@ -249,19 +248,6 @@ def test_code_of_the_module_reads_decoded_weights_and_cannot_change_them(fit):
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
         fit(Writing, QuantizeFrozenWeights())
-
-
-class Counting(pl.Callback):
-    def on_train_start(self, trainer, pl_module):
-        summary = summarize(pl_module)
-        self.counted = (summary.total_parameters, summary.trainable_parameters, summary.model_size)
-
-
-def test_a_summary_counts_what_it_counts_without(fit):
-    counts = [Counting(), Counting()]
-    fit(LitLoRA, QuantizeFrozenWeights(4), counts[0])
-    fit(LitLoRA, counts[1])
-    assert counts[0].counted == counts[1].counted
 
 
 @pytest.mark.parametrize(

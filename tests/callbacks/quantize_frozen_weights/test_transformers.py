@@ -9,7 +9,6 @@ import torch
 import transformers as hf
 from support.hf_models import text
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_vram.techniques.quantize_frozen_weights import dequantize_frozen_weights, quantize_frozen_weights
 
@@ -30,11 +29,6 @@ def llama(**changes: Any) -> nn.Module:
 def gpt2() -> nn.Module:
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return hf.GPT2LMHeadModel(hf.GPT2Config(**TEXT, **no_dropout, n_embd=128, n_layer=2, n_head=2, n_positions=64))
-
-
-def t5() -> nn.Module:
-    sizes = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
-    return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=256, **sizes, decoder_start_token_id=0))
 
 
 def gradients(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -110,25 +104,3 @@ def test_a_tuner_that_parametrizes_weights_is_refused():
     left_out = peft.get_peft_model(llama(), config)
     quantize_frozen_weights(left_out, 8, layers=["LlamaMLP"])
     left_out(**text(2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "left_out", "mean"),
-    [(llama, None, 0.978), (gpt2, None, 0.981), (t5, None, 0.936), (t5, "shared|embed|lm_head|Attention.[qk]$", 0.96)],
-    ids=["llama", "gpt2", "t5", "t5 without embeddings, queries and keys"],
-)
-def test_gradients_of_adapters_point_where_they_did_with_four_bits(make, left_out, mean):
-    peft, cosines = pytest.importorskip("peft"), []
-    for seed in range(6):
-        torch.manual_seed(seed)
-        plain = peft.get_peft_model(make(), peft.LoraConfig(r=4, target_modules="all-linear"))
-        for name, parameter in plain.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(parameter, std=0.02)
-        model, batch = copy.deepcopy(plain), text(4)
-        names = quantize_frozen_weights(copy.deepcopy(plain), 4).names
-        kept = [name for name in names if left_out is None or not re.search(left_out, name.removesuffix(".base_layer"))]
-        quantize_frozen_weights(model, 4, layers=kept)
-        cosines.append(F.cosine_similarity(gradients(model, batch), gradients(plain, batch), 0))
-    assert torch.stack(cosines).mean().item() == pytest.approx(mean, abs=0.004)  # as the page has it

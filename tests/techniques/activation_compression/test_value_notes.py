@@ -110,16 +110,6 @@ def test_masks_of_dropout_are_noted_as_long_as_they_are_only_scaled() -> None:
         assert not notes.may_be_two_valued(mask)
 
 
-def test_a_mask_drawn_into_a_part_of_memory_says_nothing_of_the_rest() -> None:
-    with ValueNotes(notes_exact=False) as notes:
-        whole = torch.randn(8)
-        whole[:4].bernoulli_(0.5)
-        assert not notes.may_be_two_valued(whole)
-        mask = torch.empty(8).bernoulli_(0.5)
-        mask[:4].mul_(0.5)
-        assert not notes.may_be_two_valued(mask)
-
-
 @torch.library.custom_op("lightning_vram_tests::quiet_write", mutates_args=())
 def quiet_write(x: Tensor) -> Tensor:
     x.numpy()[:] = 7

@@ -12,14 +12,12 @@ import torch
 from techniques.activation_compression.test_stage import attention, byte_gpt, digits_resnet, lstm
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.core.hooks import SavedTensorStage, StoredTensor
 from lightning_vram.core.host import memory as host_arena
 from lightning_vram.core.host.disk import STAGING_BYTES
 from lightning_vram.core.host.memory import OffloadError
-from lightning_vram.demos import ByteGPT
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import KIB, MIB
 from lightning_vram.techniques.activation_offload.items import OffloadedItem, find_span
@@ -330,18 +328,6 @@ def test_checkpointed_layers_offload_their_inputs(use_reentrant: bool) -> None:
     assert offloading.report.offloaded_bytes + offloading.report.kept_bytes == 4 * MATRIX
 
 
-def test_hooks_of_the_user_inside_have_precedence() -> None:
-    x = weight()
-    expected = torch.autograd.grad((x.sin() * x).exp().sum(), x)
-    offloading = ActivationOffloading(min_offload_bytes=1)
-    with offloading:
-        y = x.sin() * x  # the weight, twice, and sin
-        with save_on_cpu():
-            loss = y.exp().sum()
-    assert offloading.report.num_offloaded == 2
-    assert_equal(list(torch.autograd.grad(loss, x)), list(expected))
-
-
 def test_compiled_parts() -> None:
     module = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, SIDE))
     x = torch.randn(SIDE, SIDE)
@@ -406,28 +392,6 @@ def test_at_most_the_window_is_fetched_ahead(window: int, most: int) -> None:
     assert max(num_here) == most
 
 
-def test_a_node_that_asks_for_its_first_tensor_first_has_each_fetched_once(monkeypatch) -> None:
-    """The backward of a norm asks for its input, then for the mean and the deviation that were saved after it."""
-    fetched, fetch = [], OffloadedItem.fetch
-    monkeypatch.setattr(OffloadedItem, "fetch", lambda item: fetched.append(item.number) or fetch(item))
-    module, x = nn.Sequential(*(nn.LayerNorm(SIDE) for _ in range(4))), weight()
-    offloading = ActivationOffloading(module, min_offload_bytes=1, window_bytes=3 * MATRIX)
-    for _ in range(2):
-        fetched.clear()
-        gradients(module, lambda: module(x).square().sum(), offloading)
-        assert len(fetched) == len(set(fetched)) == offloading.report.num_offloaded > 3
-
-
-def test_a_backward_that_takes_another_way_does_not_leave_the_window_full() -> None:
-    offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=2 * MATRIX)
-    with offloading:
-        handles = [offloading.take(torch.randn(SIDE, SIDE)) for _ in range(8)]
-    handles[7].give()
-    assert [handle.item.is_here for handle in handles] == [False] * 5 + [True] * 2 + [False]
-    handles[3].give()
-    assert [handle.item.is_here for handle in handles] == [False, True, True] + [False] * 5
-
-
 def to_fake(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Put fake parameters on meta, which stands for a GPU: the host is counted apart."""
     made: dict[int, nn.Parameter] = {}
@@ -437,30 +401,6 @@ def to_fake(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
                 fake = mode.from_tensor(parameter.detach().to("meta"))
                 part._parameters[name] = made.setdefault(id(parameter), nn.Parameter(fake))
     return module
-
-
-@pytest.mark.slow
-def test_the_device_holds_a_tenth_of_what_plain_keeps_on_byte_gpt() -> None:
-    mode = FakeTensorMode()
-    module = to_fake(ByteGPT(8, 256, 4, 256), mode)
-    timelines = []
-    with mode:
-        tokens = torch.empty(8, 257, dtype=torch.int64, device="meta")
-        offloading = ActivationOffloading(module)
-        offloading.keep_in_place(tokens)
-        for context in (nullcontext(), offloading, offloading):
-            with track_memory(module, inputs=tokens) as tracker:
-                gradients(module, lambda: module._loss(tokens), context)
-            timelines.append(tracker.timeline)
-    plain, first, second = timelines
-    assert plain.device == "meta"
-    assert first.saved_for_backward_bytes <= 0.01 * plain.saved_for_backward_bytes
-    assert second.saved_for_backward_bytes <= 0.10 * plain.saved_for_backward_bytes
-    assert second.peak_bytes <= 0.20 * plain.peak_bytes
-    kept_bytes = plain.saved_for_backward_bytes - offloading.report.offloaded_bytes
-    assert second.saved_for_backward_bytes == kept_bytes
-    assert offloading.report.host_bytes == first.host_peak_bytes
-    assert 0 <= first.host_peak_bytes - offloading.report.offloaded_bytes - offloading.report.kept_bytes < 64 * MIB
 
 
 def test_device_and_host_bytes_of_fake_tensors_are_those_worked_out() -> None:
@@ -676,28 +616,6 @@ def test_what_cannot_be_fetched_ahead_fails_nobody(monkeypatch) -> None:
         assert torch.equal(handles[2].give(), tensors[2])
     monkeypatch.undo()
     assert torch.equal(handles[0].give(), tensors[0])
-
-
-@pytest.mark.parametrize("window_bytes", [0, 20000, 10**6, "auto"])
-def test_recomputation_inside_reads_what_it_kept_before_a_write(window_bytes: int) -> None:
-    results = []
-    offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=window_bytes)
-    for is_plain in (True, False):
-        layer, p, x = nn.Linear(SIDE, SIDE), weight(8, 1, 1), torch.ones(SIDE, SIDE)
-        nn.init.eye_(layer.weight), nn.init.ones_(layer.bias)
-        recomputation = Recomputation(layer, min_bytes=1)
-        found = []
-        for _ in range(3):
-            with nullcontext() if is_plain else offloading, nullcontext() if is_plain else recomputation:
-                hidden = layer(x)
-                gates = torch.sigmoid(hidden.unsqueeze(0) + p)  # made again from what hidden was
-                hidden.add_(1)
-                loss = gates.sum() + hidden.sum()
-                del hidden, gates
-            found += torch.autograd.grad(loss, (*layer.parameters(), p))
-        results.append(found)
-    assert recomputation.report.num_dropped > 0
-    assert_equal(results[1], results[0])
 
 
 @pytest.mark.parametrize("seed", range(4))

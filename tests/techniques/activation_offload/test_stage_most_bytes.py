@@ -48,14 +48,6 @@ def test_what_is_saved_first_travels_from_the_first_forward_on(most_bytes: int |
         assert offloading.num_away == 0
 
 
-def test_nothing_that_is_saved_later_takes_the_place_of_what_was_too_large() -> None:
-    offloading = make(3 * MATRIX)
-    with offloading:
-        sizes = (2 * SIDE, 2 * SIDE, SIDE)
-        handles = [offloading.take(torch.randn(size, SIDE)) for size in sizes]
-    assert [handle.item.host_copy is not None for handle in handles] == [True, False, False]
-
-
 def test_the_window_comes_out_of_what_may_travel() -> None:
     x = weight()
     offloading = make(7 * MATRIX, window_bytes=2 * MATRIX)
@@ -117,15 +109,3 @@ def test_the_inputs_of_checkpoints_count_and_second_runs_do_not() -> None:
             hidden = checkpoint(sines, checkpoint(sines, x, use_reentrant=False), use_reentrant=False)
             assert torch.equal(torch.autograd.grad(hidden.sum(), x)[0], expected)
         assert offloading.report.offloaded_bytes == offloading.report.kept_bytes == MATRIX
-
-
-def test_fetching_begins_when_half_of_what_stayed_is_used_up() -> None:
-    offloading = make(4 * MATRIX)
-    with offloading:
-        handles = [offloading.take(torch.randn(SIDE, SIDE)) for _ in range(12)]  # eight stay
-    sent = [handle.item for handle in handles[:4]]
-    num_here = []
-    while len(handles) > 4:
-        handles.pop().give()
-        num_here.append(sum(item.is_here for item in sent))
-    assert num_here == [0, 0, 0, 0, 1, 2, 3, 4]

@@ -244,17 +244,12 @@ READS = {
 
 
 @pytest.mark.parametrize("name", READS)
-@pytest.mark.parametrize("place", ["attribute", "parameter"])
-def test_who_reads_a_weight_elsewhere_reads_what_it_stands_for(place, name, pair):
+def test_who_reads_a_weight_elsewhere_reads_what_it_stands_for(name, pair):
     ours, theirs = (dict(one.named_parameters())["head.weight"] for one in pair)
     assert (ours.shape, ours.dtype, repr(ours), ours.requires_grad) == (theirs.shape, theirs.dtype, repr(theirs), False)
-    assert torch.equal(READS[name](pair[0].head.weight if place == "attribute" else ours), READS[name](theirs))
-
-
-def test_numbers_of_parameters_are_those_of_the_plain_model(pair):
-    sizes = [[(n, p.numel(), p.shape, p.dtype) for n, p in one.named_parameters()] for one in pair]
-    assert sizes[0] == sizes[1]
-    assert all(isinstance(p, nn.Parameter) for p in (*pair[0].parameters(), pair[0].head.weight))
+    for weight in (ours, pair[0].head.weight):
+        assert isinstance(weight, nn.Parameter)
+        assert torch.equal(READS[name](weight), READS[name](theirs))
 
 
 def test_a_weight_that_functional_call_sets_is_the_weight(pair):
@@ -273,6 +268,7 @@ WRITES = {
     "lerp": lambda weight: torch.lerp(weight, torch.ones(96, 64), 0.1, out=weight),
     "min": lambda weight: torch.min(torch.ones(2, 64), 0, out=(weight.data, torch.tensor(0))),
     "relu": lambda weight: F.relu(weight, inplace=True),
+    "requires_grad_": lambda weight: weight.requires_grad_(),
     "requires_grad": lambda weight: setattr(weight, "requires_grad", True),
 }
 
@@ -289,15 +285,6 @@ def test_what_would_change_a_weight_is_refused(name, pair):
             WRITES[name](weight)
         assert weight.requires_grad_(False) is weight  # whoever freezes all may go on
     assert torch.equal(pair[0].head.weight.dequantize(), pair[1].head.weight)
-
-
-def test_layers_cannot_be_unfrozen_and_may_be_frozen_again(pair):
-    model, _ = pair
-    with pytest.raises(
-        RuntimeError, match=r"^the weight of 'head' is quantized to . bits, and 'requires_grad_' would change"
-    ):
-        model.head.requires_grad_(True)
-    assert model.head.requires_grad_(False) is model.head
 
 
 REPLACE = {
