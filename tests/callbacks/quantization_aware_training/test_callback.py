@@ -119,13 +119,13 @@ def test_parts_that_change_no_result_do_not_change_this_one(fit):
     ],
     ids=["parts", "states", "loss", "recast", "ranks"],
 )
-def test_others_work_beside_it(callbacks, options, net, fit):
-    ours = QuantizationAwareTraining("int4")
+def test_others_work_beside_it(callbacks, options, net, fit, tmp_path):
+    ours = QuantizationAwareTraining("int4", save=str(tmp_path / "q.pt"))
     model = fit(ours, *(make() for make in callbacks), net=net, **options())
     plain = fit(*(make() for make in callbacks), net=net, **options())
     assert describe_module(model) == describe_module(plain)
     assert differs(model, plain)
-    load_quantized(LitTiny(net()), f"{model.trainer.default_root_dir}/quantized.pt")
+    load_quantized(LitTiny(net()), tmp_path / "q.pt")
 
 
 def test_training_keeps_rounded_weights_and_inputs_and_their_masks_for_the_backward():

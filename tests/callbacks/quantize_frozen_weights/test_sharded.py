@@ -15,16 +15,13 @@ from support.checkpoint_nets import run_ranks, whole
 from support.helpers import ForkingOffload, assert_equal_weights
 from support.lora_nets import NUM_QUANTIZED, LitLoRA
 from support.offload_nets import leave_group
-from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from lightning_vram import ActivationCheckpointing, QuantizeFrozenWeights, estimate_memory
 from lightning_vram.callbacks.quantize_frozen_weights import callback
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.private_names.fsdp2 import shards_integers
 from lightning_vram.techniques.quantize_frozen_weights import quantize_frozen_weights
-from lightning_vram.techniques.sharding.parameter import watch
 
 pytestmark = [
     pytest.mark.distributed,
@@ -168,46 +165,7 @@ def test_a_run_on_one_device_is_that_of_decoded_weights(make_trainer):
     assert_equal_weights(ours, theirs)
 
 
-class Reading(Sharded):
-    """Reads its parameters, while they are sharded and while they are gathered."""
-
-    def on_fit_start(self) -> None:
-        self.reads: list[Any] = []
-        self.net.head.register_forward_hook(lambda *_: self.look())
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            self.net.to("cpu")._apply(torch.clone)  # as a move to another device does
-
-    def look(self) -> None:
-        named = dict(self.named_parameters())
-        frozen = [p for p in named.values() if not p.requires_grad]
-        in_optimizer = [p for p in self.trainer.optimizers[0].param_groups[0]["params"] if not p.requires_grad]
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            watch(frozen, lambda: None)  # as fsdp_offload does on some devices
-        self.reads += [(name, p.shape, p.dtype, p.numel(), p.stride(), p.element_size()) for name, p in named.items()]
-        for p in frozen + in_optimizer:
-            self.reads += [whole(value).item() for value in (p.data.sum(), p.norm(), (p * 2).max())]
-            self.reads += [whole(p).tolist(), p.to_local().tolist() if isinstance(p, DTensor) else repr(p)]
-        self.reads += [sum(p.numel() for p in frozen), nn.utils.get_total_norm(frozen).shape]
-        self.kinds = {isinstance(p, DTensor) for p in frozen}
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.look()
-        assert self.kinds == {True}
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.look()
-
-
 ON_ONE_RANK = pytest.mark.parametrize("strategy", [partial(ModelParallelStrategy, 1, 1), ForkingOffload])
-
-
-@ON_ONE_RANK
-def test_who_reads_parameters_that_are_sharded_reads_what_they_stand_for(strategy, make_trainer):
-    runs = []
-    for make, callbacks in ((Reading, [QuantizeFrozenWeights(4)]), (partial(rounded, make=Reading), [])):
-        runs.append(fit(make_trainer, *callbacks, make=make, strategy=strategy(), max_epochs=1, limit_train_batches=2))
-    assert runs[0].reads == runs[1].reads
-    assert len(runs[0].reads) > 200
 
 
 class Writing(Sharded):

@@ -277,20 +277,6 @@ def test_relu_whose_values_are_saved_later_refers_to_those_and_keeps_them_as_pla
     assert torch.equal(gradient, (x > 0).float())
 
 
-def test_relu_is_kept_as_bits_or_as_its_values_whatever_the_run_before_did() -> None:
-    x, w = matrix(), matrix(1)
-    stage = CompressionStage()
-    for has_product in (True, True, False, False, True, True):
-        with stage:
-            y = F.relu(x)
-            loss = (y @ w if has_product else y + 1).sum()
-        assert stage.report.kept_bytes == SIDE * SIDE * NUMBER_BYTES // BITS if not has_product else 2 * 4096  # y and w
-        assert torch.equal(
-            torch.autograd.grad(loss, x)[0],
-            torch.autograd.grad((F.relu(x) @ w if has_product else F.relu(x) + 1).sum(), x)[0],
-        )
-
-
 def test_relu_of_another_stream_is_kept_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     x, streams = matrix(), [1]
     monkeypatch.setattr(compression_stage, "stream_id", lambda device: streams[-1])
@@ -399,39 +385,10 @@ def test_masks_come_back_to_the_bit(name: str) -> None:
     assert loss.requires_grad
 
 
-OVERWRITES = {
-    "a number": lambda mask, view: mask.view(-1)[5:6].fill_(0.7),
-    "foreach": lambda mask, view: torch._foreach_mul_([mask[3]], [0.3]),
-    ".data": lambda mask, view: mask.data[0].fill_(0.7),
-    "numpy": lambda mask, view: mask.numpy().__setitem__((3, 4), 0.7),
-    "numpy made before": lambda mask, view: view.__setitem__((2, 3), 0.7),
-    "set_": lambda mask, view: mask.set_(torch.rand(SIDE, SIDE)),
-    "data =": lambda mask, view: setattr(mask, "data", torch.rand(SIDE, SIDE)),
-    "out": lambda mask, view: torch.add(mask, torch.arange(SIDE), out=mask),
-}
-
-
-@pytest.mark.parametrize("name", OVERWRITES)
-@pytest.mark.parametrize("saved_before", [False, True])
-def test_masks_that_are_overwritten_are_masks_no_more(name: str, saved_before: bool) -> None:
-    x, w = matrix(), matrix(1)
-    results = []
-    for context in (nullcontext(), CompressionStage(min_bytes=0)):
-        torch.manual_seed(0)
-        with context:
-            mask = torch.empty(SIDE, SIDE).bernoulli_(0.5)
-            view = mask.numpy()
-            first = (x * mask).sum() if saved_before else None
-            OVERWRITES[name](mask, view)
-            loss = (w * mask).sum()
-            results.append(torch.autograd.grad(loss, w)[0])
-        del first
-    assert torch.equal(*results)
-
-
 SAVED = {  # what is made, what saves it, and what is written to it in between
     "indices": (lambda x: x.sort(0).indices, lambda x, y: x.gather(0, y), lambda y: y.flip(0)),
     "bool": (lambda x: x > 0, lambda x, y: x.masked_fill(y, 0.0), lambda y: y.flip(0)),
+    "mask": (lambda x: torch.bernoulli(x.detach() * 0 + 0.5), lambda x, y: x * y, lambda y: y.cumsum(0) / 7),
     "lossy": (lambda x: (x * 0).exp(), lambda x, y: x * y, lambda y: torch.full_like(y, 2.0)),
 }
 WITHOUT_A_VERSION = {
@@ -453,6 +410,7 @@ def test_a_second_save_after_a_quiet_write_is_what_it_is_then(
     make, use, change = SAVED[kind]
     x, results = matrix(), []
     for context in (nullcontext(), CompressionStage(min_bytes=0, lossy="int8" if kind == "lossy" else None)):
+        torch.manual_seed(0)
         with context:
             y = make(x)
             first = use(x, y)
@@ -473,25 +431,6 @@ def test_a_mask_saved_several_times_is_kept_once() -> None:
     del mask
     expected = torch.autograd.grad(sum(output.sum() for output in outputs), [x, w])
     assert [gradient.isfinite().all() for gradient in expected]
-
-
-def test_a_write_after_the_save_raises_as_plain_does() -> None:
-    x = matrix()
-    message = "one of the variables needed for gradient computation has been modified by an inplace operation"
-    for context in (nullcontext(), CompressionStage(min_bytes=0)):
-        for write in (
-            lambda y, mask, indices: y.add_(1),
-            lambda y, mask, indices: mask.mul_(2),
-            lambda y, mask, indices: indices.add_(1),
-        ):
-            with context:
-                y = F.relu(x)
-                mask = torch.empty_like(x).bernoulli_(0.5)
-                indices = x.sort(0).indices
-                loss = (y * 2).sum() + (x * mask).sum() + x.gather(0, indices).sum()
-                write(y, mask, indices)
-            with pytest.raises(RuntimeError, match=message):
-                loss.backward()
 
 
 # Graphs
@@ -567,20 +506,6 @@ def test_hooks_of_the_users_own_inside_and_outside() -> None:
     with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
         assert_same_gradients(compute_loss, [x, w])
     assert seen
-
-
-def test_subclasses_sparse_and_complex_tensors_are_left_alone() -> None:
-    class Own(Tensor):
-        pass
-
-    x = matrix()
-    with CompressionStage(min_bytes=0) as stage:
-        one = F.relu(x.as_subclass(Own)).sum()
-        other = (x.to(torch.complex64).conj() * 1j).abs().sum()
-        third = torch.sparse.mm(torch.eye(SIDE).to_sparse(), x).sum()
-    (one.as_subclass(Tensor) + other + third).backward()
-    assert x.grad.isfinite().all()
-    assert "two values" not in stage.report.kinds
 
 
 def test_fake_tensors_keep_as_many_bytes_as_real_ones() -> None:
@@ -661,17 +586,6 @@ def test_all_layers_chosen_keep_codes_and_scales_alone(lossy: str, width: int) -
         assert torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.995
     live = live_bytes(lambda: net(x * 1).sum(), nullcontext()) - live_bytes(lambda: net(x * 1).sum(), stage)
     assert live == 4 * (one * NUMBER_BYTES - width * one - scales)
-
-
-def test_query_key_and_value_share_one_encoding() -> None:
-    x = matrix()
-    qkv = torch.randn(SIDE, 3 * SIDE, requires_grad=True)
-    with CompressionStage(lossy="int8") as stage:
-        q, k, v = (x @ qkv).view(1, SIDE, 3, 2, SIDE // 2).permute(2, 0, 3, 1, 4).unbind(0)
-        loss = F.scaled_dot_product_attention(q, k, v).sum()
-    assert stage.report.kinds["int8"] == 2  # q with k and v, and the result; not the leaves
-    loss.backward()
-    assert x.grad.isfinite().all()
 
 
 EXACT = {

@@ -80,35 +80,30 @@ WRITES: list[Callable[[Tensor, Tensor], object]] = [
     lambda a, b: F.dropout(a, 0.2, inplace=True),
 ]
 
+UNARY = NEW + VIEWS
 steps = st.lists(
     st.one_of(
-        st.tuples(st.just("new"), st.integers(0, len(NEW) - 1), st.integers(0, 9), st.just(0)),
-        st.tuples(st.just("view"), st.integers(0, len(VIEWS) - 1), st.integers(0, 9), st.just(0)),
-        st.tuples(st.just("binary"), st.integers(0, len(BINARY) - 1), st.integers(0, 9), st.integers(0, 9)),
-        st.tuples(st.just("write"), st.integers(0, len(WRITES) - 1), st.integers(0, 9), st.integers(0, 9)),
+        st.tuples(st.sampled_from(functions), st.integers(0, 9), st.integers(0, 9))
+        for functions in (NEW, VIEWS, BINARY, WRITES)
     ),
     min_size=3,
     max_size=14,
 )
 
 
-def do_step(step: tuple[str, int, int, int], tensors: list[Tensor]) -> None:
-    kind, which, first, second = step
+def do_step(function: Callable[..., Tensor], first: int, second: int, tensors: list[Tensor]) -> None:
     a, b = tensors[-1 - first % len(tensors)], tensors[-1 - second % len(tensors)]
     try:
-        if kind == "new":
-            tensors.append(NEW[which](a))
-        elif kind == "view":
-            tensors.append(VIEWS[which](a))
-        elif kind == "binary":
-            tensors.append(BINARY[which](a, b))
-        else:
-            WRITES[which](a, b)
+        result = function(a) if function in UNARY else function(a, b)
     except RuntimeError:  # a view that may not be written to: the same in both runs
         tensors.append(a * 1)
+    else:
+        tensors.extend([result] if function not in WRITES else [])
 
 
-def run(program: list[tuple[str, int, int, int]], context: AbstractContextManager[object], seed: int) -> object:
+def run(
+    program: list[tuple[Callable[..., Tensor], int, int]], context: AbstractContextManager[object], seed: int
+) -> object:
     """Run ``program`` on a list of tensors that grows; return the loss and gradients, or how it was refused."""
     generator = torch.Generator().manual_seed(seed)
     weights = [torch.randn(SIDE, SIDE, generator=generator).requires_grad_() for _ in range(2)]
@@ -116,7 +111,7 @@ def run(program: list[tuple[str, int, int, int]], context: AbstractContextManage
     torch.manual_seed(seed)
     with context:
         for step in program:
-            do_step(step, tensors)
+            do_step(*step, tensors)
         loss = sum((tensor * (index + 1)).square().mean() for index, tensor in enumerate(tensors[-3:]))
         loss = loss + (tensors[-1] @ weights[1]).square().mean()
     tensors.clear()

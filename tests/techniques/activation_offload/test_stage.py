@@ -1,7 +1,6 @@
 """Offloaded activations come back as they were: gradients, errors and memory are those of a plain run, or less."""
 
 import gc
-import random
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_vram.core.hooks import SavedTensorStage, StoredTensor
 from lightning_vram.core.host import memory as host_arena
 from lightning_vram.core.host.disk import STAGING_BYTES
 from lightning_vram.core.host.memory import OffloadError
@@ -22,7 +20,6 @@ from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import KIB, MIB
 from lightning_vram.techniques.activation_offload.items import OffloadedItem, find_span
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
-from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
 SIDE = 64
 MATRIX = SIDE * SIDE * 4
@@ -341,28 +338,6 @@ def test_compiled_parts() -> None:
     assert offloading.report.num_offloaded > 0
 
 
-class Copying(SavedTensorStage):
-    """A stage inside that hands on what it was offered, and what it made of it."""
-
-    def take(self, tensor: Tensor) -> StoredTensor | None:
-        return self.hand_on(tensor)
-
-
-def test_a_stage_inside_keeps_what_comes_last_itself() -> None:
-    x = weight()
-    (expected,) = torch.autograd.grad((x.sin().exp() * 2).sin().square().sum(), x)
-    outer, inner = ActivationOffloading(min_offload_bytes=1, window_bytes=2 * MATRIX), Copying()
-    for step in range(3):
-        with outer, inner:
-            loss = (x.sin().exp() * 2).sin().square().sum()  # saved: weight, sine's exp, twice that, its sine
-            handle = outer.take(memory := torch.randn(SIDE, SIDE))
-            assert (handle is None) == (step > 0)
-            assert (outer.take(memory[:40]) is None) == (step > 0)
-        assert outer.report.offloaded_bytes == (5 if step == 0 else 3) * MATRIX
-        assert outer.report.kept_bytes == (0 if step == 0 else 2) * MATRIX
-        assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
-
-
 def test_what_comes_last_stays_from_the_second_forward_on() -> None:
     x = weight()
     offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=2 * MATRIX)
@@ -616,35 +591,3 @@ def test_what_cannot_be_fetched_ahead_fails_nobody(monkeypatch) -> None:
         assert torch.equal(handles[2].give(), tensors[2])
     monkeypatch.undo()
     assert torch.equal(handles[0].give(), tensors[0])
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_programs_with_recomputation_inside(seed: int) -> None:
-    def compute(context: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> list[Tensor] | str:
-        generator, leaves = random.Random(seed), [weight(), (weight() * 2).detach().requires_grad_()]
-        with context, inner:
-            live = [leaf * 1.5 for leaf in leaves]
-            for _ in range(12):
-                x, y = generator.choice(live), generator.choice(live)
-                act = generator.randrange(5)
-                if act == 0:
-                    x.add_(0.5)
-                else:
-                    live.append((x @ y, torch.sigmoid(x + y[:1]), x.sin() * y, torch.relu(x - y))[act - 1])
-            loss = sum(one.sin().mean() for one in live)
-            del live, x, y
-        try:
-            return list(torch.autograd.grad(loss, leaves))
-        except RuntimeError as error:
-            return str(error).split("[")[0]
-
-    expected = compute(nullcontext(), nullcontext())
-    for window_bytes in (0, 3 * MATRIX, 10**6):
-        offloading = ActivationOffloading(min_offload_bytes=1, window_bytes=window_bytes)
-        recomputation = Recomputation(min_bytes=1)
-        for _ in range(3):
-            got = compute(offloading, recomputation)
-            if isinstance(expected, str) or isinstance(got, str):
-                assert got == expected
-            else:
-                assert_equal(got, expected)

@@ -2,7 +2,6 @@
 
 import contextlib
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -26,17 +25,13 @@ def peak_bytes(num_tokens: int, vocab_size: int, width: int, *, is_chunked: bool
     return tracker.timeline.peak_bytes - 3 * net[0].weight.nbytes
 
 
-@pytest.mark.slow
-def test_head_and_loss_take_a_tenth_at_the_vocabulary_of_gpt_2():
-    plain, chunked = (peak_bytes(3072, 50257, 32, is_chunked=is_chunked) for is_chunked in (False, True))
-    assert plain > 2.9 * 3072 * 50257 * 4  # logits, their logarithms and a gradient; the embedding is counted twice
-    assert chunked < 0.10 * plain
-    rows = find_chunk_rows("auto", torch.empty(3072, 32), 3072, 50257)
-    hidden_bytes, chunk_bytes = 3072 * 32 * 4, rows * 50257 * 4
-    assert chunked < 4 * chunk_bytes + 3 * hidden_bytes + 4 * 50257 * 32 * 4  # logits, their logarithms, two gradients
-
-
-@pytest.mark.parametrize("num_tokens", [2048, 8192])
-def test_twice_the_tokens_take_their_hidden_states_and_no_logits(num_tokens):
-    one, two = (peak_bytes(count, 5000, 16, is_chunked=True) for count in (num_tokens, 2 * num_tokens))
-    assert two - one < num_tokens * (16 * 4 * 3 + 8 * 6)  # hidden states, their gradient; targets, places
+def test_head_and_loss_take_a_tenth_and_twice_the_tokens_only_their_hidden_states():
+    num_tokens, vocab_size, width = 2048, 5000, 16
+    plain = peak_bytes(num_tokens, vocab_size, width, is_chunked=False)
+    one, two = (peak_bytes(count, vocab_size, width, is_chunked=True) for count in (num_tokens, 2 * num_tokens))
+    assert plain > 2.9 * num_tokens * vocab_size * 4  # logits, their logarithms and a gradient
+    assert one < 0.10 * plain
+    rows = find_chunk_rows("auto", torch.empty(num_tokens, width), num_tokens, vocab_size)
+    hidden_bytes, chunk_bytes = num_tokens * width * 4, rows * vocab_size * 4
+    assert one < 4 * chunk_bytes + 3 * hidden_bytes + 4 * vocab_size * width * 4  # the last: two gradients
+    assert two - one < num_tokens * (width * 4 * 3 + 8 * 6)  # hidden states, their gradient; targets, places

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
 
 from lightning_vram.techniques.token_tiling import apply, apply_token_tiling
 
@@ -341,13 +340,3 @@ def test_a_module_whose_settings_change_in_each_call_runs_plain_at_last():
         net[0].mode = "mix" if step == 39 else "alone"
         assert torch.equal(net[0](hidden), hidden.cumsum(1) if step == 39 else hidden)
     assert len(vars(net[0])["_token_tiling"].verdicts) == 32
-
-
-def test_a_parametrized_weight_that_calls_share_runs_plain():
-    net = nn.ModuleList([nn.Sequential(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.GELU())])
-    handle = apply_token_tiling(net, tile=16)
-    with parametrize.cached():
-        net[0](torch.randn(2, 64, WIDTH)).sum().backward()
-    assert handle.verdicts() == {}
-    net[0](torch.randn(2, 64, WIDTH))
-    assert handle.verdicts()["0"][0]
