@@ -7,18 +7,19 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from callbacks.quantize_frozen_weights.test_callback import Saving
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import (
     ForkingOffload,
     LitTiny,
     TinyCNN,
+    TinyDigitsResNet,
     TinyGPT,
     assert_equal_weights,
     describe_module,
     saved_bytes,
 )
-from torch.utils.data import DataLoader, Subset
 
 from lightning_vram import (
     ActivationCheckpointing,
@@ -36,7 +37,7 @@ from lightning_vram import (
     load_quantized,
     quantize_after_fit,
 )
-from lightning_vram.demos import ByteGPT, DigitsData, DigitsResNet
+from lightning_vram.demos import ByteGPT
 from lightning_vram.techniques.quantization_aware_training import apply_fake_quantization, save_quantized
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -44,20 +45,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 @pytest.fixture
 def fit(fit):
-    def run(*callbacks: Any, net: Any = TinyCNN, **options: Any) -> Any:
-        return fit(lambda: LitTiny(net()), *callbacks, **{"limit_val_batches": None, **options})
+    def run(*callbacks: Any, net: Any = TinyCNN, make: Any = None, **options: Any) -> Any:
+        return fit(make or (lambda: LitTiny(net())), *callbacks, **{"limit_val_batches": None, **options})
 
     return run
-
-
-class Saving(pl.Callback):
-    """Saves a checkpoint after each epoch, as a run would."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        trainer.save_checkpoint(self.path)
 
 
 def differs(one, other):
@@ -176,38 +167,16 @@ def test_a_head_that_shares_the_weight_of_an_embedding_is_left_alone_and_refused
     assert [*apply_fake_quantization(ByteGPT(1, 16, 2, 8, tie_head=False)).layers] == names
 
 
-@pytest.fixture(scope="module")
-def digits():
-    def fit(*callbacks, seed=0, epochs=4):
-        pl.seed_everything(seed, verbose=False)
-        trainer = pl.Trainer(
-            max_epochs=epochs,
-            callbacks=list(callbacks),
-            logger=False,
-            enable_checkpointing=False,
-            accelerator="cpu",
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(DigitsResNet(), DigitsData())
-        return trainer
-
-    return fit
-
-
-@pytest.mark.slow
-def test_digits_are_read_as_well_after_conversion(digits, tmp_path):
-    data, plain = DigitsData(), digits()
-    data.setup("fit")
-    calibration = DataLoader(Subset(data.train_dataloader().dataset, range(320)), 32)
-    trainer = digits(QuantizationAwareTraining("int8", start_epoch=1, save=None))
-    trained = quantize_after_fit(trainer, tmp_path / "int8.pt")
-    static = quantize_after_fit(plain, tmp_path / "static.pt", "int8", calibration)
-    dynamic = quantize_after_fit(plain, tmp_path / "dynamic.pt", "int8")
-    assert static.before == dynamic.before
-    loaded = load_quantized(DigitsResNet(), tmp_path / "int8.pt")
-    assert trainer.validate(loaded, DigitsData(), verbose=False)[0] == trained.after
-    assert trained.after["val_accuracy"] > static.before["val_accuracy"] - 0.005
+def test_a_plain_run_is_quantized_with_or_without_ranges_of_a_calibration_loader(fit, tmp_path):
+    trainer = fit(make=TinyDigitsResNet).trainer
+    validation, losses = trainer.val_dataloaders, []
+    for calibration in (TinyDigitsResNet().train_dataloader(), None):
+        result = quantize_after_fit(trainer, tmp_path / "q.pt", "int8", calibration, validation)
+        loaded = load_quantized(TinyDigitsResNet(), tmp_path / "q.pt")
+        assert trainer.validate(loaded, validation, verbose=False)[0] == result.after
+        assert result.after["val_loss"] == pytest.approx(result.before["val_loss"], rel=0.02)
+        losses.append(result.after["val_loss"])
+    assert losses[0] != losses[1]
 
 
 @pytest.mark.parametrize(

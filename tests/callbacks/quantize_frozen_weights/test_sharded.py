@@ -29,7 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork"),
     pytest.mark.skipif(not shards_integers, reason="FSDP2 shards integers as of torch 2.13"),
 ]
-FORMS = ["full", "sharded"]
 
 
 @pytest.fixture(autouse=True)

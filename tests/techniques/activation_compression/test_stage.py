@@ -133,28 +133,6 @@ def test_a_networks_gradients_are_equal_to_the_bit_and_it_keeps_no_more_than_pla
         assert live_bytes(compute_loss, CompressionStage(net)) <= plain
 
 
-def test_digits_resnet_keeps_what_is_worked_out_by_hand() -> None:
-    net, compute_loss = digits_resnet()
-    large, small = 4 * 8 * 8 * NUMBER_BYTES, 4 * 4 * 4 * NUMBER_BYTES  # one channel of four images
-    image, stem = 1 * large, (16 + 16) * large  # input of a norm, and of the convolution behind its ReLU
-    first = (2 * (16 + 16) + 64 + 64 + 64) * large  # with a norm on the shortcut, and the output
-    second = (2 * (16 + 16) + 64 + 64) * large
-    third = 2 * 32 * large + 2 * 32 * small + (128 + 128 + 128) * small
-    fourth = 2 * (32 + 32) * small + 128 * small
-    last_relu = 128 * small
-    num_channels = 16 + (16 + 16 + 64 + 64) + (16 + 16 + 64) + (32 + 32 + 128 + 128) + (32 + 32 + 128)
-    statistics = 2 * NUMBER_BYTES * num_channels  # mean and scale of each norm
-    head = 4 * 128 * NUMBER_BYTES + 4 * 10 * NUMBER_BYTES + 4 * 8 + NUMBER_BYTES  # input, log-probs, labels, weight
-    plain = image + stem + first + second + third + fourth + last_relu + statistics + head
-    with CompressionStage(net) as stage:
-        compute_loss()
-    assert stage.report.saved_bytes == plain == 779_588
-    # All other results of ReLU are the inputs of convolutions.
-    assert stage.report.kept_bytes == plain - last_relu + last_relu // BITS == 747_844
-    saved = live_bytes(compute_loss, nullcontext()) - live_bytes(compute_loss, CompressionStage(net))
-    assert saved == last_relu - last_relu // BITS
-
-
 def test_a_gpt_full_of_dropout_keeps_what_is_worked_out_by_hand() -> None:
     net, compute_loss = byte_gpt()
     hidden, scores = 4 * 32 * 32 * NUMBER_BYTES, 4 * 4 * 32 * 32 * NUMBER_BYTES
@@ -330,19 +308,6 @@ def test_double_backward(function: Callable[[Tensor], Tensor], is_inside: bool) 
     assert all(map(torch.equal, *results))
 
 
-def test_relu_whose_save_failed_is_not_taken_for_a_new_one() -> None:
-    def fail(tensor: Tensor) -> Tensor:
-        raise RuntimeError("theirs")
-
-    x, w = matrix(), matrix(1)
-    y = x * 1
-    with CompressionStage(min_bytes=0):
-        with pytest.raises(RuntimeError, match="theirs"), saved_tensors_hooks(fail, lambda t: t):
-            F.relu_(y)
-        product = (y @ w).sum()
-    assert torch.equal(torch.autograd.grad(product, w)[0], y.detach().t() @ torch.ones(SIDE, SIDE))
-
-
 def test_empty_tensors_are_left_alone() -> None:
     x = torch.randn(0, 4, requires_grad=True)
     with CompressionStage(min_bytes=0, lossy="int8") as stage:
@@ -472,23 +437,13 @@ def test_checkpointed_layers(use_reentrant: bool) -> None:
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("lossy", [None, "bf16"])
-def test_a_compiled_part_and_an_eager_part(lossy: str | None) -> None:
+def test_a_compiled_part_and_an_eager_part() -> None:
     torch.compiler.reset()
     net = nn.Sequential(nn.Linear(SIDE, SIDE), nn.ReLU(), nn.Linear(SIDE, SIDE))
-    graphs = []
-    compiled = torch.compile(net, backend=lambda graph, inputs: graphs.append(graph) or graph)
-    eager = nn.Sequential(nn.ReLU(), nn.Linear(SIDE, SIDE))
-    aot = torch.compile(copy.deepcopy(net), backend="aot_eager")
-    x = matrix()
-    options = {} if lossy is None else {"lossy": lossy, "layers": [net[0], eager]}
-    with CompressionStage(net, min_bytes=0, **options):
-        loss = (eager(compiled(x)) + aot(x)).sum()
-    loss.backward()
-    found, x.grad = x.grad, None
-    assert len(graphs) == 1  # no break
-    (eager(net(x)) + aot._orig_mod(x)).sum().backward()
-    assert torch.allclose(x.grad, found, rtol=0.05, atol=0.05) if lossy else torch.equal(x.grad, found)
+    compiled, eager, x = torch.compile(net, backend="aot_eager"), nn.Sequential(nn.ReLU(), net[2]), matrix()
+    with CompressionStage(net, min_bytes=0):
+        loss = eager(compiled(x)).sum()
+    assert torch.equal(torch.autograd.grad(loss, x)[0], torch.autograd.grad(eager(net(x)).sum(), x)[0])
     torch.compiler.reset()
 
 

@@ -70,26 +70,6 @@ def test_each_forward_of_a_step_has_its_own_limit() -> None:
             assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
 
-@pytest.mark.parametrize("most_bytes", [0, 3 * MATRIX, 11 * MATRIX])
-def test_two_losses_of_one_forward(most_bytes: int) -> None:
-    def losses(x: Tensor) -> tuple[Tensor, Tensor]:
-        trunk = sines(x)
-        return trunk.exp().sum(), sines(trunk).sum()
-
-    def gradients(x: Tensor) -> list[Tensor]:
-        first, second = losses(x)
-        return [torch.autograd.grad(loss, x, retain_graph=loss is first)[0] for loss in (first, second)]
-
-    x = weight()
-    expected = gradients(x)
-    offloading = make(most_bytes, window_bytes="auto")
-    for _ in range(3):
-        with offloading:
-            got = gradients(x)
-        assert all(map(torch.equal, got, expected))
-        assert offloading.report.offloaded_bytes <= most_bytes
-
-
 def test_it_may_be_set_between_steps() -> None:
     x = weight()
     offloading = make(None)

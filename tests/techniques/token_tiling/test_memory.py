@@ -1,13 +1,10 @@
 """What an MLP takes in tiles, and what a language model takes when its sequences double, by the tracker."""
 
-import weakref
-
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_vram import ActivationCheckpointing, ActivationOffload, ChunkedLoss, TokenTiling, track_memory
@@ -85,30 +82,3 @@ def test_twice_the_tokens_take_the_attention_of_one_layer(make_trainer):
         trainer.fit(model, DataLoader([torch.randint(256, (length + 1,))], batch_size=1))
         peaks.append(peak.peak_bytes)
     assert 12 <= (peaks[1] - peaks[0]) / (num_tokens * width * 4) <= 12.25
-
-
-class Casts(TorchDispatchMode):
-    """Knows of each cast whether it is alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[weakref.ref[Tensor]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default:
-            self.made.append(weakref.ref(result))
-        return result
-
-
-def test_autocast_keeps_no_casts_of_weights_in_calls_that_are_compared():
-    net = nn.ModuleList([nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))])
-    apply_token_tiling(net, tile=16)
-    hidden = torch.randn(1, 64, 16, requires_grad=True)
-    net[0](hidden)  # is proven in float32, and in bfloat16 below
-    for _ in range(4):
-        with torch.autocast("cpu", torch.bfloat16):
-            with Casts() as casts:
-                output = net[0](hidden)
-            assert casts.made
-            assert [cast for cast in casts.made if cast() is not None and cast() is not output] == []
