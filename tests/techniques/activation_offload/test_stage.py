@@ -225,9 +225,7 @@ def test_a_batch_that_was_named_stays() -> None:
 
 
 def test_indices_on_the_host_stay_where_the_module_is_elsewhere() -> None:
-    module = nn.Linear(2, 2, device="meta")
-    offloading = ActivationOffloading(module, min_offload_bytes=1)
-    with offloading:
+    with ActivationOffloading(nn.Linear(2, 2, device="meta"), min_offload_bytes=1) as offloading:
         assert offloading.take(torch.randn(SIDE)) is None
         assert offloading.take(torch.randn(SIDE, device="meta")) is None  # nothing is behind it
 
@@ -247,23 +245,6 @@ def test_gradients_of_gradients_retained_and_partial_backwards() -> None:
         results.append(found)
         if isinstance(context, ActivationOffloading):
             del first, second, y, gradient
-            assert context.num_away == 0
-    assert_equal(results[1], results[0])
-
-
-def test_several_graphs_of_one_run_and_backwards_inside_of_it() -> None:
-    results = []
-    for context in (nullcontext(), ActivationOffloading(min_offload_bytes=1)):
-        for _ in range(3):
-            x, found = weight(), []
-            with context:
-                losses = [(x * index).sin().exp().sum() for index in range(1, 4)]
-                found += torch.autograd.grad(losses[0], x)
-                losses.append((x * 5).tanh().square().sum())
-                for index in (3, 1, 2):
-                    found += torch.autograd.grad(losses[index], x)
-        results.append(found)
-        if isinstance(context, ActivationOffloading):
             assert context.num_away == 0
     assert_equal(results[1], results[0])
 
@@ -388,25 +369,16 @@ def test_nothing_is_alive_after_a_step_or_an_exception() -> None:
     assert reference() is None
 
 
-def test_the_offloading_may_go_before_the_graph() -> None:
+def test_it_can_be_closed_before_the_backward_and_entered_again(disk_path) -> None:
     x = weight()
     (expected,) = torch.autograd.grad(x.sin().exp().sum(), x)
-    offloading = ActivationOffloading(min_offload_bytes=1)
-    with offloading:
-        loss = x.sin().exp().sum()
-    offloading.close()
-    del offloading
-    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
-
-
-def test_it_can_be_closed_and_entered_again(disk_path) -> None:
-    x = weight()
     offloading = ActivationOffloading(min_offload_bytes=1, disk_path=disk_path)
     for _ in range(2):
         with offloading:
             loss = x.sin().exp().sum()
-        loss.backward()
         offloading.close()
+        assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+        del loss
         offloading.close()
         assert (offloading.report.host_bytes, offloading.report.disk_bytes) == (0, 0)
 
@@ -440,16 +412,12 @@ def test_in_bfloat16_they_take_half_of_the_host_and_come_back_rounded() -> None:
     assert offloading.report.host_bytes == 7 * MIB  # chunks of 1, 2 and 4 for 0.5 + 0.5 + 2 + 1
 
 
-def test_it_does_not_nest() -> None:
-    offloading = ActivationOffloading(min_offload_bytes=1)
+def test_nesting_and_a_disk_path_that_is_no_folder_are_refused() -> None:
     with (
-        offloading,
-        pytest.raises(RuntimeError, match=r"^this ActivationOffloading is already active and cannot be nested"),
+        ActivationOffloading() as offloading,
+        pytest.raises(RuntimeError, match=r"^this ActivationOffloading is already"),
     ):
         offloading.__enter__()
-
-
-def test_a_disk_path_that_is_no_folder_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^disk_path must be an existing folder, got '/nowhere'\.$"):
         ActivationOffloading(disk_path="/nowhere")
 
@@ -555,3 +523,76 @@ def test_what_cannot_be_fetched_ahead_fails_nobody(monkeypatch) -> None:
         assert torch.equal(handles[2].give(), tensors[2])
     monkeypatch.undo()
     assert torch.equal(handles[0].give(), tensors[0])
+
+
+def make(most_bytes: int | None, **arguments: Any) -> ActivationOffloading:
+    return ActivationOffloading(min_offload_bytes=1, most_bytes=most_bytes, **({"window_bytes": 0} | arguments))
+
+
+def sines(x: Tensor) -> Tensor:
+    """Save eight matrices: ``x``, and seven results."""
+    for _ in range(8):
+        x = x.sin()
+    return x
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "num_sent"),
+    [(None, 8), (0, 0), (MATRIX - 1, 0), (MATRIX, 1), (3 * MATRIX + 1, 3), (8 * MATRIX, 8), (10**9, 8)],
+)
+def test_what_is_saved_first_travels_from_the_first_forward_on(most_bytes: int | None, num_sent: int) -> None:
+    x = weight()
+    (expected,) = torch.autograd.grad(sines(x).sum(), x)
+    offloading = make(most_bytes)
+    for _ in range(3):
+        with offloading:
+            loss = sines(x).sum()
+        assert offloading.report.offloaded_bytes == num_sent * MATRIX
+        assert offloading.report.kept_bytes == (8 - num_sent) * MATRIX
+        assert offloading.num_away == offloading.report.num_offloaded == num_sent
+        assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+        del loss
+        assert offloading.num_away == 0
+
+
+def test_the_window_comes_out_of_what_may_travel() -> None:
+    x = weight()
+    offloading = make(7 * MATRIX, window_bytes=2 * MATRIX)
+    for sent in (7, 6, 6):
+        with offloading:
+            loss = sines(x).sum()
+        assert offloading.report.offloaded_bytes == sent * MATRIX
+        loss.backward()
+
+
+def test_each_forward_of_a_step_has_its_own_limit() -> None:
+    """A generator and a discriminator, say: forward, backward, forward, backward."""
+    x = weight()
+    (expected,) = torch.autograd.grad(sines(x).sum(), x)
+    offloading = make(3 * MATRIX)
+    with offloading:
+        for num_forwards in (1, 2):
+            loss = sines(x).sum()
+            assert offloading.report.offloaded_bytes == num_forwards * 3 * MATRIX
+            assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
+def test_it_may_be_set_between_steps() -> None:
+    x = weight()
+    offloading = make(None)
+    for most_bytes, num_sent in ((None, 8), (2 * MATRIX, 2), (0, 0), (None, 8)):
+        offloading.most_bytes = most_bytes
+        with offloading:
+            sines(x).sum().backward()
+        assert offloading.report.num_offloaded == num_sent
+
+
+def test_the_inputs_of_checkpoints_count_and_second_runs_do_not() -> None:
+    x = weight()
+    (expected,) = torch.autograd.grad(sines(sines(x)).sum(), x)
+    offloading = make(MATRIX)
+    for _ in range(2):
+        with offloading:
+            hidden = checkpoint(sines, checkpoint(sines, x, use_reentrant=False), use_reentrant=False)
+            assert torch.equal(torch.autograd.grad(hidden.sum(), x)[0], expected)
+        assert offloading.report.offloaded_bytes == offloading.report.kept_bytes == MATRIX

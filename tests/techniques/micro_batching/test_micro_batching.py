@@ -1,4 +1,6 @@
-"""What a batch is cut into, by the package or by the user's function; and how much each part counts."""
+"""Batches in parts: how they are cut, how much each part counts, and which sizes fit, halved and tried again."""
+
+import json
 
 import pytest
 import torch
@@ -6,7 +8,13 @@ from torch import nn
 
 from lightning_vram.callbacks.micro_batching.runner import shares_of
 from lightning_vram.core.batches.splitting import BatchSplitError, SplitArgumentError
-from lightning_vram.techniques.micro_batching import BatchCutter, BatchFacts, find_time_first
+from lightning_vram.techniques.micro_batching import (
+    BatchCutter,
+    BatchFacts,
+    MicroBatchSizes,
+    NormCounting,
+    find_time_first,
+)
 
 
 class Graph:
@@ -153,3 +161,98 @@ def test_parts_are_in_one_piece_as_batches_of_loaders_are():
 def test_targets_with_samples_first_are_refused_beside_inputs_with_time_first(targets):
     with pytest.raises(BatchSplitError, match=r"batch_dim"):
         BatchCutter(batch_dim=1).measure((torch.zeros(6, 4, 2), targets))
+
+
+def run_in_parts(norm: nn.Module, parts: list[torch.Tensor]) -> None:
+    with NormCounting(norm, sum(map(len, parts))) as counting:
+        for part in parts:
+            counting.begin_part(len(part), 0.0)
+            norm(part)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.7])
+@pytest.mark.parametrize("sizes", [[4, 4], [3, 3, 2], [8]], ids=str)
+def test_equal_parts_move_the_statistics_as_the_whole_does(momentum: float, sizes: list[int]):
+    """Parts with the same mean and variance: then only forgetting could differ."""
+    rows = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
+    parts = [rows.repeat(size, 1) for size in sizes]
+    whole, split = (nn.BatchNorm1d(1, momentum=momentum).double() for _ in range(2))
+    for _ in range(3):
+        whole(torch.cat(parts))
+        run_in_parts(split, parts)
+    assert torch.allclose(split.running_mean, whole.running_mean, rtol=0, atol=1e-14)
+    assert split.num_batches_tracked == whole.num_batches_tracked == 3
+    assert split.momentum == momentum
+
+
+def test_a_cumulative_average_counts_every_part():
+    norm = nn.BatchNorm1d(1, momentum=None)
+    run_in_parts(norm, [torch.tensor([[0.0], [2.0]]), torch.tensor([[2.0], [4.0]])])
+    assert norm.running_mean == 2.0
+    assert norm.num_batches_tracked == 2
+
+
+def test_a_norm_that_does_not_run_and_a_frozen_one_stay():
+    frozen, idle = nn.BatchNorm1d(1).eval(), nn.BatchNorm1d(1)
+    with NormCounting(nn.ModuleList([frozen, idle]), 4) as counting:
+        counting.begin_part(2, 0.5)
+        frozen(torch.ones(2, 1))
+    assert frozen.num_batches_tracked == idle.num_batches_tracked == 0
+    assert frozen.momentum == idle.momentum == 0.1
+
+
+SHAPE, OTHER = "x[8]", "x[16]"
+
+
+def run(sizes: MicroBatchSizes, room: int, shape: str = SHAPE, num_samples: int = 8) -> list[int]:
+    """One batch on a device with room for so many samples of ten elements; the sizes that were tried."""
+    tried, size = [], sizes.propose(shape, num_samples, 10 * num_samples)
+    while True:
+        tried.append(num_samples if size is None else size)
+        if tried[-1] <= room:
+            sizes.note_success(shape, size, 10 * tried[-1])
+            return tried
+        sizes.note_failure(shape, tried[-1], 10 * tried[-1])
+        size = (tried[-1] + 1) // 2
+
+
+def test_it_starts_whole_halves_and_remembers():
+    sizes = MicroBatchSizes(None)
+    assert run(sizes, room=2) == [8, 4, 2]
+    assert [run(sizes, room=8) for _ in range(3)] == [[2]] * 3
+
+
+def test_a_new_shape_starts_below_what_has_failed():
+    sizes = MicroBatchSizes(None)
+    run(sizes, room=4)
+    assert run(sizes, room=16, shape=OTHER, num_samples=16) == [4]
+    assert run(sizes, room=16, shape="x[3]", num_samples=3) == [3]
+    assert run(sizes, room=4, shape="x[7]", num_samples=7) == [7, 4]
+
+
+def test_after_some_batches_it_tries_more_and_waits_twice_as_long_after_each_failure():
+    sizes = MicroBatchSizes(2)
+    assert [run(sizes, room=4) for _ in range(8)] == [[8, 4], [4], [8, 4], [4], [4], [4], [8, 4], [4]]
+
+
+def test_growing_succeeds_step_by_step():
+    sizes = MicroBatchSizes(2)
+    run(sizes, room=2)
+    assert [run(sizes, room=8) for _ in range(5)] == [[2], [4], [4], [8], [8]]
+    assert run(sizes, room=32, shape=OTHER, num_samples=16) == [8]
+
+
+def test_what_was_learned_survives_a_checkpoint():
+    sizes, fresh = MicroBatchSizes(2), MicroBatchSizes(2)
+    run(sizes, room=2)
+    fresh.load_state_dict(json.loads(json.dumps(sizes.state_dict())))
+    assert run(fresh, room=2) == [2]
+    assert run(fresh, room=2) == [4, 2]
+
+
+def test_a_failure_elsewhere_says_nothing_of_elements():
+    sizes = MicroBatchSizes(None)
+    sizes.propose(SHAPE, 8, 80)
+    sizes.note_failure(SHAPE, 8, None)
+    assert sizes.propose(SHAPE, 8, 80) == 4
+    assert sizes.propose(OTHER, 16, 160) is None
