@@ -49,23 +49,6 @@ def test_the_cosine_is_that_of_the_gradients_and_above_what_is_documented(lossy:
     assert stage.report.kept_bytes < 0.75 * stage.report.saved_bytes
 
 
-def test_exact_gradients_are_exact_to_the_bit_and_only_while_asked_for() -> None:
-    x, w = torch.randn(SIDE, SIDE, requires_grad=True), torch.randn(SIDE, SIDE, requires_grad=True)
-    stage = CompressionStage(lossy="int8")
-    stage.keeps_exact = True
-    with stage:
-        loss = ((x * 1) @ w).exp().sum()
-    expected = torch.autograd.grad(((x * 1) @ w).exp().sum(), [x, w])
-    stored = torch.autograd.grad(loss, [x, w], retain_graph=True)
-    stage.gives_exact = True
-    exact = torch.autograd.grad(loss, [x, w], retain_graph=True)
-    stage.gives_exact = False
-    again = torch.autograd.grad(loss, [x, w])
-    assert all(map(torch.equal, exact, expected))
-    assert not any(map(torch.equal, stored, expected))
-    assert all(map(torch.equal, stored, again))
-
-
 def test_checkpointed_layers_draw_their_numbers_again_and_others_are_left_in_peace() -> None:
     net = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Dropout())
     stage = CompressionStage(net, lossy="bf16")

@@ -78,26 +78,6 @@ def test_indices_that_are_written_to_are_none_any_more(name: str) -> None:
         assert notes.largest_index(indices) is None
 
 
-def test_writes_are_told_also_where_autograd_counts_none() -> None:
-    class Listener:
-        def __init__(self) -> None:
-            self.writes = []
-
-        def on_write(self, target: Tensor, *, is_certain: bool) -> None:
-            self.writes.append((target.untyped_storage()._cdata, is_certain))
-
-    with ValueNotes(notes_exact=False) as notes:
-        notes.listener = Listener()
-        x = torch.ones(4)
-        notes.listener.writes.clear()
-        x.data.mul_(2)
-        assert x._version == 0
-        torch._foreach_mul_([x[:2]], 2.0)
-        quiet_write(x)  # it may have written
-        storage = x.untyped_storage()._cdata
-        assert notes.listener.writes == [(storage, True), (storage, True), (storage, False)]
-
-
 def test_masks_of_dropout_are_noted_as_long_as_they_are_only_scaled() -> None:
     with ValueNotes(notes_exact=False) as notes:
         mask = torch.empty(8).bernoulli_(0.5)
