@@ -158,14 +158,15 @@ def test_a_head_that_shares_the_weight_of_an_embedding_is_left_alone_and_refused
 
 def test_a_plain_run_is_quantized_with_or_without_ranges_of_a_calibration_loader(fit, tmp_path):
     trainer = fit(make=TinyDigitsResNet).trainer
-    validation, losses = trainer.val_dataloaders, []
-    for calibration in (TinyDigitsResNet().train_dataloader(), None):
-        result = quantize_after_fit(trainer, tmp_path / "q.pt", "int8", calibration, validation)
-        loaded = load_quantized(TinyDigitsResNet(), tmp_path / "q.pt")
-        assert trainer.validate(loaded, validation, verbose=False)[0] == result.after
+    validation, calibration = trainer.val_dataloaders, TinyDigitsResNet().train_dataloader()
+    static = quantize_after_fit(trainer, tmp_path / "static.pt", "int8", calibration, validation)
+    dynamic = quantize_after_fit(trainer, tmp_path / "dynamic.pt", "int8", None, validation)
+    assert static.before == dynamic.before
+    assert static.after["val_loss"] != dynamic.after["val_loss"]
+    for name, result in (("static", static), ("dynamic", dynamic)):
         assert result.after["val_loss"] == pytest.approx(result.before["val_loss"], rel=0.02)
-        losses.append(result.after["val_loss"])
-    assert losses[0] != losses[1]
+        loaded = load_quantized(TinyDigitsResNet(), tmp_path / f"{name}.pt")
+        assert trainer.validate(loaded, validation, verbose=False)[0] == result.after
 
 
 @pytest.mark.parametrize(

@@ -243,8 +243,7 @@ def test_a_second_break_in_the_same_epoch_and_one_before_its_first_batch(workers
     assert batches == [batch for batch, _ in whole[:5]]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("epoch_has_ended", [True, False], ids=["told", "not told"])
+@pytest.mark.parametrize(("num_workers", "epoch_has_ended"), [(0, True), (0, False), (1, False)])
 def test_after_the_last_batch_comes_the_end_unless_told_and_then_the_next_order(num_workers, epoch_has_ended):
     make = LOADERS["shuffled, generator"]
     whole = train(make(num_workers=num_workers), 2)
