@@ -101,29 +101,21 @@ def test_refuses_to_measure_where_ddp_counts_backwards(make_trainer, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"lossless": 1}, TypeError, r"^ActivationCompression\(lossless\) must be True or False, got 1"),
-        ({"lossless": False}, ValueError, r"^ActivationCompression\(lossless=False, lossy=None\) does nothing"),
-        (
-            {"lossy": "int4"},
-            ValueError,
-            r"^ActivationCompression\(lossy\) must be 'bf16', 'fp8', 'int8' or None, got 'int4'",
-        ),
-        ({"layers": "net"}, ValueError, r"^ActivationCompression\(layers\) needs lossy='bf16', 'fp8' or 'int8'"),
-        ({"lossy": "int8", "layers": []}, ValueError, r"^ActivationCompression\(layers\) must name at least one"),
-        ({"lossy": "int8", "block_size": 0}, ValueError, r"^ActivationCompression\(block_size\) must be at least 1"),
-        ({"min_bytes": "much"}, ValueError, r"^ActivationCompression\(min_bytes\) must be a number and one of"),
-        (
-            {"gradient_cosine_every_n_batches": 5},
-            ValueError,
-            r"^ActivationCompression\(gradient_cosine_every_n_batches\) needs lossy=",
-        ),
+        ({"lossless": 1}, TypeError, r"lossless\) must be True or False, got 1"),
+        ({"lossless": False}, ValueError, r"lossless=False, lossy=None\) does nothing"),
+        ({"lossy": "int4"}, ValueError, r"lossy\) must be 'bf16', 'fp8', 'int8' or None, got 'int4'"),
+        ({"layers": "net"}, ValueError, r"layers\) needs lossy='bf16', 'fp8' or 'int8'"),
+        ({"lossy": "int8", "layers": []}, ValueError, r"layers\) must name at least one"),
+        ({"lossy": "int8", "block_size": 0}, ValueError, r"block_size\) must be at least 1"),
+        ({"min_bytes": "much"}, ValueError, r"min_bytes\) must be a number and one of"),
+        ({"gradient_cosine_every_n_batches": 5}, ValueError, r"gradient_cosine_every_n_batches\) needs lossy="),
         (
             {"lossy": "int8", "gradient_cosine_every_n_batches": 0},
             ValueError,
-            r"^ActivationCompression\(gradient_cosine_every_n_batches\) must be at least 1, got 0",
+            r"gradient_cosine_every_n_batches\) must be at least 1, got 0",
         ),
     ],
 )
 def test_refuses(arguments, error, message):
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=rf"^ActivationCompression\({message}"):
         ActivationCompression(**arguments)

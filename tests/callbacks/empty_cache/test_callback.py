@@ -89,22 +89,18 @@ def test_collects_garbage_first_if_asked(make_trainer, release, monkeypatch, gc_
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"every_n_batches": 0}, ValueError, r"^EmptyCache\(every_n_batches\) must be at least 1, got 0\.$"),
-        (
-            {"every_n_batches": True},
-            TypeError,
-            r"^EmptyCache\(every_n_batches\) must be an int, got True of type bool\.$",
-        ),
+        ({"every_n_batches": 0}, ValueError, r"every_n_batches\) must be at least 1, got 0\.$"),
+        ({"every_n_batches": True}, TypeError, r"every_n_batches\) must be an int, got True of type bool\.$"),
         (
             {"min_fragmentation_bytes": "much"},
             ValueError,
-            r"^EmptyCache\(min_fragmentation_bytes\) must be a number and one of B, .*, got 'much'\.$",
+            r"min_fragmentation_bytes\) must be a number .*, got 'much'\.$",
         ),
-        ({"gc_collect": 1}, TypeError, r"^EmptyCache\(gc_collect\) must be True or False, got 1 of type int\.$"),
+        ({"gc_collect": 1}, TypeError, r"gc_collect\) must be True or False, got 1 of type int\.$"),
     ],
 )
 def test_refuses(arguments, error, message):
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=rf"^EmptyCache\({message}"):
         EmptyCache(**arguments)
 
 

@@ -264,25 +264,16 @@ def test_a_library_that_is_missing_is_named(monkeypatch, make_trainer):
         make_trainer(callbacks=[QuantizeFrozenWeights(library="bitsandbytes")]).fit(LitLoRA())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"callbacks": [QuantizeFrozenWeights(), QuantizeFrozenWeights()]},
-            "Two QuantizeFrozenWeights in one Trainer: leave one out.",
-        ),
-        (
-            {"callbacks": [QuantizeFrozenWeights(), BackboneFinetuning()]},
-            "QuantizeFrozenWeights does not work with BackboneFinetuning, which unfreezes layers: a quantized weight "
-            "cannot be trained. Leave one out.",
-        ),
-        (
-            {"callbacks": [QuantizeFrozenWeights(), EMAWeightAveraging()]},
-            "QuantizeFrozenWeights does not work with EMAWeightAveraging, which cannot average quantized weights. "
-            "Leave one out.",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_refused(options, message, make_trainer):
-    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
-        make_trainer(**options).fit(LitLoRA())
+REFUSED = {
+    QuantizeFrozenWeights: "Two QuantizeFrozenWeights in one Trainer: leave one out.",
+    BackboneFinetuning: "QuantizeFrozenWeights does not work with BackboneFinetuning, which unfreezes layers: a "
+    "quantized weight cannot be trained. Leave one out.",
+    EMAWeightAveraging: "QuantizeFrozenWeights does not work with EMAWeightAveraging, which cannot average quantized "
+    "weights. Leave one out.",
+}
+
+
+@pytest.mark.parametrize("other", REFUSED)
+def test_what_does_not_go_together_is_refused(other, fit):
+    with pytest.raises(MisconfigurationException, match=f"^{re.escape(REFUSED[other])}$"):
+        fit(LitLoRA, QuantizeFrozenWeights(), other())
