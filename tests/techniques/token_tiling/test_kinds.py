@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -95,73 +96,57 @@ def zero_linear() -> nn.Linear:
     return linear
 
 
+BATCH_NORM, LSTM = partial(nn.BatchNorm1d, WIDTH), partial(nn.LSTM, WIDTH, WIDTH, batch_first=True)
+ATTENTION = partial(nn.MultiheadAttention, WIDTH, 2, batch_first=True)
+CONVOLUTION = partial(nn.Conv1d, WIDTH, WIDTH, 3, padding=1)
+ONE_MASK = torch.full((1, 1, WIDTH), 0.5)
+FUNCTIONS = {  # why each is left alone, a function of itself and hidden states, and makers of its parts
+    "batch norm": ("has a BatchNorm1d", over_tokens, BATCH_NORM),
+    "attention": ("has a MultiheadAttention", lambda s, h: s.parts[0](h, h, h)[0], ATTENTION),
+    "attention of little weight": (MIXES, lambda s, h: h * s.scale + 1e-9 * attend(h)),
+    "attention behind zeros": (READS, lambda s, h: h + s.parts[0](attend(h)), zero_linear),
+    "lstm": ("has a LSTM", lambda s, h: s.parts[0](h)[0], LSTM),
+    "convolution": ("may mix distant tokens in convolution", over_tokens, CONVOLUTION),
+    "softmax": (READS, lambda s, h: s.scale * h.softmax(1)),
+    "flip": (READS, lambda s, h: s.scale * h.flip(1)),
+    "number of tokens": (READS, lambda s, h: s.scale * h / h.shape[1]),
+    "one mask": ("draws random numbers for all tokens at once", lambda s, h: s.scale * h * torch.bernoulli(ONE_MASK)),
+    "in place": ("writes to its input", lambda s, h: h.mul_(s.scale)),
+    "something kept": ("stores something of its call in 'aside'", keep_aside),
+    "something in a list": ("stores something of its call in 'losses'", keep_in_list),
+    "a loss kept elsewhere": (
+        "stores something of its call outside itself, such as a loss",
+        lambda s, h: KEPT.append((h * s.scale).mean()) or h * s.scale,
+    ),
+    "weights of others": (
+        "uses a tensor that requires a gradient and is neither its parameter nor its input",
+        lambda s, h: h * s.scale * OTHER,
+    ),
+    "far roll": ("may mix distant tokens in roll", lambda s, h: s.scale * h.roll(64, 1)),
+    "random": ("draws random numbers from Python or NumPy", lambda s, h: s.scale * h + random.randint(1, 1)),
+    "norm of the gradient": ("mixes tokens in its backward", lambda s, h: Normalised.apply(h) * s.scale),
+    "pooled": ("returns a tensor with another number of tokens than its input", lambda s, h: (s.scale * h).mean(1)),
+    "other object": ("returns something other than one floating-point tensor", lambda s, h: (s.scale * h, "text")),
+}
+
+
+def make_function(function: Callable[..., Any], *parts: Callable[[], nn.Module]) -> nn.Module:
+    return Function(function, *(make() for make in parts))
+
+
+SEES_TILES = "has a hook on parts.0 (of FSDP2, or yours), which would see tiles"
 MIXING = {
-    "batch norm": (lambda: Function(over_tokens, nn.BatchNorm1d(WIDTH)), "has a BatchNorm1d"),
-    "attention": (
-        lambda: Function(lambda s, h: s.parts[0](h, h, h)[0], nn.MultiheadAttention(WIDTH, 2, batch_first=True)),
-        "has a MultiheadAttention",
-    ),
-    "attention of little weight": (lambda: Function(lambda s, h: h * s.scale + 1e-9 * attend(h)), MIXES),
-    "attention behind zeros": (
-        lambda: Function(lambda s, h: h + s.parts[0](attend(h)), zero_linear()),
-        READS,
-    ),
-    "lstm": (lambda: Function(lambda s, h: s.parts[0](h)[0], nn.LSTM(WIDTH, WIDTH, batch_first=True)), "has a LSTM"),
-    "convolution": (
-        lambda: Function(over_tokens, nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
-        "may mix distant tokens in convolution",
-    ),
-    "softmax": (lambda: Function(lambda s, h: s.scale * h.softmax(1)), READS),
-    "flip": (lambda: Function(lambda s, h: s.scale * h.flip(1)), READS),
+    **{name: (partial(make_function, *made), reason) for name, (reason, *made) in FUNCTIONS.items()},
     "positions": (Positions, READS),
-    "number of tokens": (lambda: Function(lambda s, h: s.scale * h / h.shape[1]), READS),
-    "one mask for all": (
-        lambda: Function(lambda s, h: s.scale * h * torch.bernoulli(torch.full((1, 1, WIDTH), 0.5))),
-        "draws random numbers for all tokens at once",
-    ),
-    "in place": (lambda: Function(lambda s, h: h.mul_(s.scale)), "writes to its input"),
-    "something kept": (lambda: Function(keep_aside), "stores something of its call in 'aside'"),
     "a buffer that is written past its counter": (
         lambda: with_buffer(Function(lambda s, h: s.count.data.add_(1)[0] * 0 + h * s.scale)),
         "stores something of its call in '_buffers'",
     ),
-    "something in a list": (lambda: Function(keep_in_list), "stores something of its call in 'losses'"),
-    "a loss kept elsewhere": (
-        lambda: Function(lambda s, h: KEPT.append((h * s.scale).mean()) or h * s.scale),
-        "stores something of its call outside itself, such as a loss",
-    ),
-    "weights of others": (
-        lambda: Function(lambda s, h: h * s.scale * OTHER),
-        "uses a tensor that requires a gradient and is neither its parameter nor its input",
-    ),
-    "far roll": (
-        lambda: Function(lambda s, h: s.scale * h.roll(64, 1)),
-        "may mix distant tokens in roll",
-    ),
-    "Python's random numbers": (
-        lambda: Function(lambda s, h: s.scale * h + random.randint(1, 1)),
-        "draws random numbers from Python or NumPy",
-    ),
-    "norm of the gradient": (
-        lambda: Function(lambda s, h: Normalised.apply(h) * s.scale),
-        "mixes tokens in its backward",
-    ),
-    "pooled": (
-        lambda: Function(lambda s, h: (s.scale * h).mean(1)),
-        "returns a tensor with another number of tokens than its input",
-    ),
-    "other object": (
-        lambda: Function(lambda s, h: (s.scale * h, "text")),
-        "returns something other than one floating-point tensor",
-    ),
     "hook of gradients": (
         lambda: with_hook(Function(lambda s, h: s.parts[0](h), nn.Linear(WIDTH, WIDTH)), "register_full_backward_hook"),
-        "has a hook on parts.0 (of FSDP2, or yours), which would see tiles",
+        SEES_TILES,
     ),
-    "hook": (
-        lambda: with_hook(Function(over_tokens, nn.Conv1d(WIDTH, WIDTH, 1))),
-        "has a hook on parts.0 (of FSDP2, or yours), which would see tiles",
-    ),
+    "hook": (lambda: with_hook(Function(over_tokens, nn.Conv1d(WIDTH, WIDTH, 1))), SEES_TILES),
 }
 
 
@@ -258,7 +243,7 @@ def test_without_gradients_and_frozen_weights():
 
 def test_without_values_random_numbers_tell():
     with torch.device("meta"):
-        others = MIXING.keys() - {"weights of others", "one mask for all"}  # which are on the host
+        others = MIXING.keys() - {"weights of others", "one mask"}  # which are on the host
         nets = nn.ModuleDict({name: MIXING[name][0]() for name in MIXING if name in others})
         nets["alone"] = nn.Sequential(
             nn.RMSNorm(WIDTH), Gain(), nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(), nn.Linear(32, 32), nn.Softmax(-1)
@@ -305,7 +290,7 @@ def test_gradients_of_gradients_are_refused():
 
 
 def test_random_numbers_go_on_from_where_they_were():
-    net = nn.ModuleList([MIXING["Python's random numbers"][0]()])
+    net = nn.ModuleList([MIXING["random"][0]()])
     random.seed(0)
     first = random.randint(0, 1000)
     random.seed(0)
