@@ -18,12 +18,6 @@ def device_module() -> ModuleType:
     return torch.get_device_module(DEVICE)
 
 
-def allow_bytes(num_bytes: int) -> None:
-    """Let this process have no more of the device; the test's end lifts it."""
-    module = device_module()
-    module.set_per_process_memory_fraction(num_bytes / module.get_device_properties(0).total_memory)
-
-
 def requested_bytes() -> int:
     """Return the bytes that were asked of the allocator, and are in use.
 

@@ -1,7 +1,5 @@
 """Models that keep what they should not, one for each way to do so."""
 
-import copy
-
 import lightning.pytorch as pl
 import torch
 import torchmetrics
@@ -119,18 +117,6 @@ class Total(Plain):
         return loss
 
 
-class Ema(Plain):
-    """The same within parameters: they follow others that have gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.mean = copy.deepcopy(self.net).requires_grad_(False)
-
-    def on_train_batch_end(self, *_):
-        for mean, now in zip(self.mean.parameters(), self.net.parameters(), strict=True):
-            mean.mul_(0.9).add_(now, alpha=0.1)
-
-
 class Validation(Plain):
     def __init__(self):
         super().__init__()
@@ -157,14 +143,6 @@ class Evaluation(Plain):
         return DataLoader([torch.randn(NUM_ROWS, WIDTH) for _ in range(30)], batch_size=None)
 
     test_dataloader = predict_dataloader = val_dataloader
-
-
-class OnClass(Plain):
-    outputs: list[Tensor] = []  # noqa: RUF012 - the mistake
-
-    def training_step(self, batch, batch_idx):
-        self.outputs.append(self.hidden(batch).detach())
-        return self.loss(batch)
 
 
 class Manual(Plain):

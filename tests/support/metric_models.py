@@ -109,8 +109,6 @@ METRICS: dict[str, Callable[[], Any]] = {
     "classwise": lambda: ThreeClasses(ClasswiseWrapper(MulticlassAveragePrecision(3, average=None))),
     "tracker": lambda: MetricTracker(BinaryAUROC()),
 }
-CALLED = [name for name in METRICS if name not in ("average precision", "classwise", "nested items", "detections")]
-LOGGED = ["auroc", "cat", "nested items", "detections"]
 
 
 class CatOfPredictions(CatMetric):

@@ -34,16 +34,6 @@ def biggest(variant, by, largest, what="batch size"):
     return {"workload": "GPT", "variant": variant, "by": by, **figures}
 
 
-BIGGEST = [
-    biggest("plain", "plain", 4),
-    biggest("AutoVRAM()", "ours", 18),
-    biggest("torch.utils.checkpoint", "PyTorch", 10),
-    failed("save_on_cpu", "PyTorch", "needs a GPU", what="batch size"),
-    failed("plain", "plain", "out of memory", what="layers"),
-    biggest("AutoVRAM()", "ours", 31, "layers"),
-]
-
-
 def write(path, rows, suite="speed", **machine):
     path.write_text(json.dumps({"suite": suite, "date": "2026-11-24", "machine": {**MACHINE, **machine}, "rows": rows}))
     return path
