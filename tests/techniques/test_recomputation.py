@@ -19,6 +19,7 @@ from support.checkpoint_nets import run_ranks, whole
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_vram.core.recomputed_saves import RecomputationError
@@ -142,6 +143,30 @@ class MaxNorm(Block):
         return hidden * self.log_scale.exp() + self.table(torch.arange(TOKENS) % 4)
 
 
+class Constants(Block):
+    """Makes a tensor of the default dtype, on the default device."""
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        ramp = torch.arange(1.0, INNER + 1)
+        return hidden * ramp.to(hidden.dtype) / ramp.dtype.itemsize
+
+
+class DefaultDevice(Block):
+    def inner(self, hidden: Tensor) -> Tensor:
+        return hidden * (0.5 if torch.get_default_device().type == "meta" else 1.0)
+
+
+class Flags(Block):
+    def inner(self, hidden: Tensor) -> Tensor:
+        return hidden * (0.5 if torch.are_deterministic_algorithms_enabled() else 1.0)
+
+
+class Attention(Block):
+    def inner(self, hidden: Tensor) -> Tensor:
+        heads = hidden.unflatten(-1, (2, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+
+
 class Statistics(Block):
     """Reads the running statistics of its own norm while it trains, as quantization of folded norms does."""
 
@@ -171,6 +196,24 @@ class Hooked(Block):
 
     def inner(self, hidden: Tensor) -> Tensor:
         return self.act(hidden)
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @contextmanager
@@ -274,6 +317,10 @@ ROWS = {
     "a context variable": Row(Context, scope=lambda net: scaled(0.3)),
     "random numbers": Row(Random, between=lambda net: torch.rand(3)),
     "random numbers of the host": Row(HostRandom, between=lambda net: (random.random(), np.random.random())),
+    "default dtype": Row(Constants, scope=lambda net: default_dtype()),
+    "default device": Row(DefaultDevice, scope=lambda net: torch.device("meta")),
+    "deterministic algorithms": Row(Flags, scope=lambda net: deterministic()),
+    "backends of attention": Row(Attention, scope=lambda net: sdpa_kernel(SDPBackend.MATH)),
     "autocast": Row(Block, scope=lambda net: torch.autocast("cpu", torch.bfloat16)),
 }
 

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -86,15 +87,16 @@ def test_the_innermost_context_names_the_place_and_one_may_be_entered_again(capl
     assert len(caplog.messages) == 2
 
 
-def train(rank: int, path: Path) -> None:
-    """Reduce at three steps; rank 1 is killed before the last one."""
-    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", 2), rank=rank, world_size=2)
+def train(rank: int, path: Path, fate: signal.Signals, timeout: timedelta) -> None:
+    """Reduce at three steps; rank 1 is sent a signal before the last one."""
+    store = dist.FileStore(f"{path}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     step = 0
     naming = naming_lost_peers(rank, 2, lambda: f"step {step}, backward")
     try:
         for step in range(3):  # the place reads it
             if rank == 1 and step == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), fate)
             with naming:
                 dist.all_reduce(torch.ones(2))
     except LostPeerError as error:
@@ -103,16 +105,26 @@ def train(rank: int, path: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_a_killed_rank_is_named_at_once(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("fate", "timeout", "words"),
+    [
+        (signal.SIGKILL, timedelta(minutes=30), ""),  # at once
+        (signal.SIGSTOP, timedelta(seconds=3), "Timed out waiting 3000ms"),
+    ],
+    ids=["is killed", "hangs"],
+)
+def test_a_rank_that_is_lost_is_named(tmp_path: Path, fate: signal.Signals, timeout: timedelta, words: str):
     fork = mp.get_context("fork")
-    ranks = [fork.Process(target=train, args=(rank, tmp_path)) for rank in range(2)]
+    ranks = [fork.Process(target=train, args=(rank, tmp_path, fate, timeout)) for rank in range(2)]
     for process in ranks:
         process.start()
-    for process in ranks:
-        process.join(60)
-    assert [process.exitcode for process in ranks] == [3, -signal.SIGKILL]
-    here = f"Rank 0 of 2 on {socket.gethostname()}, step 2, backward, lost another rank: "
-    assert (tmp_path / "error").read_text().startswith(here)
+    ranks[0].join(60)
+    ranks[1].kill()
+    ranks[1].join()
+    assert ranks[0].exitcode == 3
+    message = (tmp_path / "error").read_text()
+    assert message.startswith(f"Rank 0 of 2 on {socket.gethostname()}, step 2, backward, lost another rank: ")
+    assert words in message
 
 
 @pytest.mark.parametrize(("shares_store", "max_restarts"), [("True", "0"), ("False", "2"), ("True", "2")])
