@@ -3,13 +3,13 @@
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from support.helpers import Forking, LitTiny, TinyCNN, TinyGPT, assert_equal_weights
-from support.parts import KEEPS_RESULT, from_config
+from support.helpers import Forking, LitApart, LitTiny, TinyCNN, TinyGPT, assert_equal_weights
+from support.parts import AUTOMATIC_ONLY, KEEPS_RESULT, from_config
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_vram import InPlaceFusion, LeanMixedPrecision
+from lightning_vram import AccumulationScheduler, InPlaceFusion, LeanMixedPrecision, MicroBatching
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -36,6 +36,33 @@ def test_a_callback_changes_nothing_under_the_plugin(name, kind, net, same_as_ba
     callback, baseline = from_config(name), {"plugins": [make_plugin(kind, net)]}
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "limit_val_batches": 1.0, "max_epochs": 2}
     same_as_baseline(lambda: LitTiny(net()), callback, plugins=[make_plugin(kind, net)], baseline=baseline, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_all_together_change_nothing(kind, same_as_baseline):
+    refused = {"OptimizerInBackward"} if kind in ("fp16", "lean") else set()
+    callbacks = [from_config(name) for name in KEEPS_RESULT if name not in refused]
+    baseline = {"plugins": [make_plugin(kind, TinyGPT)]}
+    same_as_baseline(lambda: LitTiny(TinyGPT()), *callbacks, plugins=[make_plugin(kind, TinyGPT)], baseline=baseline)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_all_together_change_nothing_in_manual_optimization(kind, same_as_baseline):
+    callbacks = [from_config(name) for name in KEEPS_RESULT if name not in AUTOMATIC_ONLY]
+    baseline = {"plugins": [make_plugin(kind, TinyGPT)]}
+    same_as_baseline(lambda: LitApart(TinyGPT()), *callbacks, plugins=[make_plugin(kind, TinyGPT)], baseline=baseline)
+
+
+@pytest.mark.quick_sample(2)
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("callback", [MicroBatching(2), AccumulationScheduler(by_epoch={0: 2, 1: 3})])
+def test_split_and_scheduled_batches_train(kind, callback, fit):
+    initial = fit(lambda: LitTiny(TinyCNN()), max_steps=0)
+    trained = fit(lambda: LitTiny(TinyCNN()), callback, plugins=[make_plugin(kind)], max_epochs=2)
+    assert all(torch.isfinite(p).all() for p in trained.parameters())
+    assert not all(map(torch.equal, trained.parameters(), initial.parameters()))
 
 
 class NormThenActivation(TinyCNN):
