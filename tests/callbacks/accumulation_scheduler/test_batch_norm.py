@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_vram.callbacks.accumulation_scheduler.callback import AccumulationScheduler
+from lightning_vram.callbacks.micro_batching.callback import MicroBatching
 
 MOMENTUM = 0.2
 WARNING = (
@@ -87,3 +88,14 @@ def test_nothing_is_said_or_done_where_nothing_accumulates_or_norms_are_frozen(f
     frozen.net.eval()
     assert fit(frozen, AccumulationScheduler({0: 2})) == []
     assert torch.equal(frozen.net[0].running_mean, torch.zeros(2))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_parts_of_micro_batches_share_the_momentum_again(is_first, fit):
+    model, callbacks = Normed(), [AccumulationScheduler({0: 2}), MicroBatching(2)]
+    fit(model, *(callbacks if is_first else callbacks[::-1]))
+    expected, momentum = torch.zeros(2, dtype=torch.float64), 1 - (1 - MOMENTUM) ** (1 / 4)
+    for part in model.samples.split(2):
+        expected = (1 - momentum) * expected + momentum * part.mean(0)
+    assert torch.allclose(model.net[0].running_mean, expected, rtol=0, atol=1e-12)
+    assert model.net[0].momentum == MOMENTUM

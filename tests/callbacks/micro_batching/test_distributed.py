@@ -1,12 +1,15 @@
 """Splitting on two ranks: together, whoever runs out of memory, with the result of the split from the start."""
 
+import multiprocessing
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from support.helpers import Forking
 from support.memory_limit import MemoryLimit
 from support.micro_batching_models import LitRegression, full
@@ -103,9 +106,9 @@ def test_out_of_memory_on_one_rank_under_ddp_leaves_no_trace(fit) -> None:
 
 
 @pytest.mark.skipif(not can_recover(), reason="needs torch 2.13")
-def test_out_of_memory_on_all_ranks_under_fsdp2_leaves_no_trace(fit) -> None:
-    # a forward that fails makes FSDP2 drop the gradients of batches before
-    options = {"dropout": 0.5, "norm": True, "heavy": "forward", "accumulate_grad_batches": 2, "is_sharded": True}
+@pytest.mark.parametrize("where", ["forward", "backward"])  # one in a forward makes FSDP2 drop earlier gradients
+def test_out_of_memory_on_all_ranks_under_fsdp2_leaves_no_trace(fit, where) -> None:
+    options = {"dropout": 0.5, "norm": True, "heavy": where, "accumulate_grad_batches": 2, "is_sharded": True}
     expected = fit([MicroBatching(2)], **options)
     callback = MicroBatching("auto", regrow_after_n_batches=None)
     actual = fit([callback], {0: LIMIT_BYTES, 1: LIMIT_BYTES}, **options)
@@ -179,3 +182,20 @@ def test_in_evaluation_under_ddp_ranks_decide_for_themselves(fit, make_trainer) 
         callbacks=[MicroBatching(eval="auto")], strategy="ddp_fork", devices=2, use_distributed_sampler=False
     )
     trainer.predict(UnevenEvaluation(), return_predictions=False)
+
+
+def test_a_rank_that_hangs_ends_the_others_after_the_timeout_of_the_strategy(make_trainer) -> None:
+    has_ended = multiprocessing.get_context("fork").Event()
+
+    class Hanging(LitRegression):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+            if self.global_rank == 0 and batch_idx == 1:
+                assert has_ended.wait(30), "the other rank still waits"
+            return super().training_step(batch, batch_idx)
+
+        def on_exception(self, exception: BaseException) -> None:
+            has_ended.set()
+
+    strategy = DDPStrategy(start_method="fork", timeout=timedelta(seconds=2))
+    with pytest.raises(ProcessRaisedException, match=r"Rank 1 waited .* another rank did not answer within 2 s"):
+        make_trainer(callbacks=[MicroBatching()], strategy=strategy, devices=2).fit(Hanging())

@@ -135,3 +135,13 @@ def test_the_module_may_combine_outputs_itself(make_trainer: Callable[..., pl.Tr
 
     expected = make_trainer().predict(Counting())
     assert make_trainer(callbacks=[MicroBatching(eval=3)]).predict(Counting()) == expected
+
+
+def test_a_loader_of_several_is_split_too(make_trainer: Callable[..., pl.Trainer]) -> None:
+    metrics = []
+    for callbacks in ([], [MicroBatching(eval=3)]):
+        trainer, model = make_trainer(callbacks=callbacks), LitEvaluated()
+        trainer.validate(model, [model.val_dataloader(), model.val_dataloader()], verbose=False)
+        metrics.append({key: float(value) for key, value in trainer.callback_metrics.items()})
+    assert metrics[1] == pytest.approx(metrics[0], abs=1e-6)
+    assert any(key.endswith("/dataloader_idx_1") for key in metrics[0])

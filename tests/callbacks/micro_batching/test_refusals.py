@@ -287,3 +287,14 @@ def test_samples_in_the_second_dimension_are_cut_there(make_trainer) -> None:
 def test_a_batch_whose_samples_are_unclear_is_refused(make_trainer) -> None:
     with pytest.raises(BatchSplitError, match=r"layer 'rnn' has batch_first=False.*Pass batch_dim=1"):
         make_trainer(max_steps=1, callbacks=[MicroBatching(2)]).fit(TimeFirst())
+
+
+class Pooled(TimeFirst):
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().predict_step(batch, batch_idx).mean(0)[:, :2]
+
+
+def test_an_output_whose_samples_are_unclear_is_refused(make_trainer) -> None:
+    trainer = make_trainer(callbacks=[MicroBatching(batch_dim=1, eval=2)])
+    with pytest.raises(ValueError, match=r"output cannot be combined: .* in dimensions \[0, 1\]"):
+        trainer.predict(Pooled())

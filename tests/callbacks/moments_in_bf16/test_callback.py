@@ -11,6 +11,7 @@ from support.offload_nets import leave_group
 from torch import Tensor, nn
 
 from lightning_vram import MomentsInBF16
+from lightning_vram.optimizers.step_round import owner_of
 from lightning_vram.private_names.fsdp2 import local_shard
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -70,3 +71,24 @@ def test_under_fsdp_offload_moments_are_bf16_wherever_they_are(offload, fit):
     if "host_state" in offload:
         assert_equal_weights(model, fit(make, strategy=ForkingOffload(**offload), **options))
     leave_group()
+
+
+def test_a_resumed_run_ends_at_the_same_bits(fit, tmp_path):
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}
+    train = partial(fit, partial(Layers, num_batches=6), MomentsInBF16(), **options)
+    train().trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert_equal_weights(train(ckpt_path=tmp_path / "last.ckpt", max_epochs=2), train(max_epochs=2))
+
+
+def test_it_is_undone_after_the_fit(fit):
+    model = fit(partial(Layers, num_batches=3), MomentsInBF16())
+    (optimizer,) = model.trainer.optimizers
+    before = [state["exp_avg"].float() for state in optimizer.state.values()]
+    assert owner_of(optimizer) is None
+    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for state, moment in zip(optimizer.state.values(), before, strict=True):
+        assert state["exp_avg"].dtype == torch.float32
+        assert torch.equal(state["exp_avg"], moment / 2)

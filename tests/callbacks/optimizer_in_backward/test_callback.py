@@ -104,6 +104,19 @@ def test_it_is_exact_beside(other, assert_same):
     assert_same(make, other, ours=TWO_PASS, gradient_clip_val=0.05)
 
 
+@pytest.mark.parametrize(
+    "others",
+    [
+        [partial(ActivationCheckpointing, "net.blocks.*"), InPlaceFusion, EarlyRelease],
+        [partial(MicroBatching, 2)],
+        [partial(AccumulationScheduler, {0: 2})],
+    ],
+    ids=["recomputed", "micro-batches", "windows"],
+)
+def test_a_single_pass_is_exact_beside(others, assert_same):
+    assert_same(Grouped, *others)
+
+
 class Finetuned(LitTiny):
     """Its blocks are thawed in the second epoch, in a group of their own."""
 
@@ -243,6 +256,11 @@ def test_what_hooks_of_the_user_do_to_gradients_counts(assert_same):
 def test_steps_and_hooks_of_the_user_are_called_as_ever(make, assert_same):
     model = assert_same(make)
     assert getattr(model, "calls", ["before", "after"] * 6) == ["before", "after"] * 6
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_a_closure_that_is_called_before_the_step_is_clipped_too(algorithm, assert_same):
+    assert_same(Stepping, ours=TWO_PASS, gradient_clip_val=1e-3, gradient_clip_algorithm=algorithm)
 
 
 Clipped = partial(Layers, num_batches=5)

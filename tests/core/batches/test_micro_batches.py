@@ -309,3 +309,15 @@ def test_a_weight_on_the_device_is_not_waited_for():
     with refuse_waits():
         weights = [make_batch_weight(kind, "w")(labels) for kind in ("tokens", lambda labels: (labels > 0).sum())]
     assert [int(weight) for weight in weights] == [4, 4]
+
+
+def test_norms_are_scaled_twice_and_what_somebody_else_has_written_stays(net):
+    outer, inner = NormMomentum(net), NormMomentum(net)
+    outer.scale(1 / 2)
+    inner.scale(1 / 3)
+    assert 1 - (1 - net["plain"].momentum) ** 6 == pytest.approx(0.3, abs=1e-15)
+    inner.restore()
+    assert net["plain"].momentum == 1 - 0.7 ** (1 / 2)
+    net["instance"].momentum = 0.05
+    outer.restore()
+    assert (net["plain"].momentum, net["instance"].momentum) == (0.3, 0.05)
