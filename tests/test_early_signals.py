@@ -1,6 +1,7 @@
 """Signals that come while the command starts wait until the run can save."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -55,6 +56,19 @@ def mask():
 
 def blocked() -> set[int]:
     return signal.pthread_sigmask(signal.SIG_BLOCK, ()) & HELD
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "held"), [("lightning-vram", "0", HELD), ("lightning-vram", None, set()), ("train.py", "0", set())]
+)
+def test_only_a_command_in_a_task_of_slurm_holds_signals_back_at_import(name, rank, held, monkeypatch, mask):
+    startup.let_through()
+    monkeypatch.setattr(sys, "orig_argv", ["python", name])
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("SLURM_PROCID", rank)
+    runpy.run_path(startup.__file__)
+    assert blocked() == held
 
 
 @pytest.mark.slow

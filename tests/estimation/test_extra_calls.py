@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
     EarlyStopping,
+    GradientAccumulationScheduler,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
@@ -239,6 +240,7 @@ def test_callbacks_that_change_the_step_are_run_and_others_are_not():
     others = [Watch(), ModelCheckpoint(), EarlyStopping("val"), VRAMMonitor(), AutoVRAM()]
     ours = [MyEmptyCache(), EmptyCache(), QuantizationAwareTraining()]
     lightnings = [MyFinetuning(), BackboneFinetuning(), WeightAveraging(), StochasticWeightAveraging(0.1)]
+    lightnings.append(GradientAccumulationScheduler({0: 2}))
     assert not any(map(is_run, others))
     assert all(map(is_run, [*ours, *lightnings, ModelPruning("l1_unstructured")]))
 

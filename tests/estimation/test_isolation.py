@@ -132,7 +132,10 @@ def seeded(monkeypatch, tmp_path):
 @pytest.mark.slow_except("plain")
 @pytest.mark.parametrize("name", RUNS)
 def test_an_estimate_leaves_no_trace(name, seeded):
+    parts = [one for several in ("callbacks", "plugins") for one in RUNS[name].get(several, [])]
+    known = [dict(vars(one)) for one in parts]
     assert_no_trace(lambda: estimate(trainer=RUNS[name]))
+    assert [vars(one) for one in parts] == known
 
 
 @pytest.mark.slow_except("training_step")

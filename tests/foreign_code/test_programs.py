@@ -139,7 +139,7 @@ def test_graphs_that_were_joined_cannot_be_cut(run):
 
 
 @pytest.mark.slow_except("after-fsdp_offload")
-@pytest.mark.parametrize("feature", ["fsdp_offload", "all"])
+@pytest.mark.parametrize("feature", ["fsdp_offload", "all", "MicroBatching"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_run_that_is_resumed_may_have_a_feature_before_or_after(when, feature, run, tmp_path):
     def in_two_runs(name, first, second):
@@ -163,7 +163,10 @@ FROM_LIGHTNING = {
 @pytest.mark.slow_except("batch size-fsdp_offload", "average-all")
 @pytest.mark.parametrize(
     ("theirs", "feature"),
-    [("learning rate", "fsdp_offload"), ("batch size", "fsdp_offload"), ("batch size", "all"), ("average", "all")],
+    [
+        *(("learning rate", "fsdp_offload"), ("batch size", "fsdp_offload"), ("batch size", "all"), ("average", "all")),
+        *(("learning rate", "MicroBatching"), ("batch size", "MicroBatching"), ("average", "ActivationCompression")),
+    ],
 )
 def test_lightnings_tuners_and_averages_find_the_same(theirs, feature, run):
     arguments = FEATURES[feature]()

@@ -1,6 +1,7 @@
 import copy
 import pickle
 import re
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -22,6 +23,7 @@ from support.helpers import (
     fail_in,
 )
 from support.pages import assert_documented
+from support.written_nets import WAYS, Averaged
 from torch import nn
 
 from lightning_vram import LeanMixedPrecision
@@ -449,3 +451,14 @@ def test_what_does_not_go_together_is_refused_and_the_module_is_what_it_was(
 def test_lbfgs_works_in_bf16(same_as_baseline):
     plugin = LeanMixedPrecision("bf16")
     same_as_baseline(lambda: WithLBFGS(TinyCNN()), plugins=[plugin], baseline=lightnings("bf16-mixed"))
+
+
+@pytest.mark.parametrize("way", ["data =", "data.mul_", "foreach"])
+def test_a_teacher_that_is_moved_by_hand_is_not_rounded(way, fit, same_as_baseline):
+    plugin, move = LeanMixedPrecision("bf16", recast_in_backward=True), WAYS[way]
+    same_as_baseline(lambda: Averaged("step", move), plugins=[plugin], baseline={"precision": "bf16-mixed"})
+    lean = partial(LeanMixedPrecision, "bf16", parameters="bf16+split")
+    with pytest.raises(RuntimeError, match=r"^The frozen parameter teacher\.\S+ is written at almost every step, and "):
+        fit(lambda: Averaged("end of the batch", move), plugins=[lean()], max_epochs=2)
+    named = fit(lambda: Averaged("end of the batch", move), plugins=[lean(fp32_modules=["teacher"])], max_epochs=2)
+    assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in named.teacher.parameters())

@@ -74,3 +74,17 @@ def test_a_narrow_terminal_cuts_no_number():
     fit = FitResult(one, 0.5, WEIGHTS)
     table = comparison_table(fit, FitResult(one, 123.4, WEIGHTS), "ActivationCheckpointing and ActivationOffload")
     assert_every_number_is_whole_at_80_columns(table)
+
+
+def test_what_an_allocator_adds_and_a_run_out_of_memory_lacks():
+    packed = FitResult(reading(2 * MIB, "allocator", peak_reserved_bytes=10 * MIB), None, WEIGHTS)
+    plain = FitResult(reading(8 * MIB, "allocator", peak_reserved_bytes=20 * MIB), None, WEIGHTS)
+    assert row(show(comparison_table(plain, packed, "it")), "peak reserved") == ["20.00 MiB", "10.00 MiB", "0.50"]
+    text = show(comparison_table(FitResult(None, None, None), packed, "it"))
+    assert row(text, "activations") == ["out of memory", "2.00 MiB", "-"]
+    assert "Final weights equal: -." in text
+
+
+def test_names_are_neither_markup_nor_orders_to_the_terminal():
+    named = replace(reading(MIB), peak_by_module={"[/foo]\x1b[31m": 3})
+    assert row(show(memory_table([named])), "[/foo]?[31m") == ["3 B"]

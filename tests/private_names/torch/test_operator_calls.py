@@ -77,3 +77,20 @@ def test_kernels_that_call_operators_run_under_the_autocast_of_their_caller(cont
 @pytest.mark.parametrize("checkpointing", [{"determinism_check": "operators"}, {"save": SavePolicy("matmuls")}])
 def test_so_they_do_in_layers_that_are_recomputed(checkpointing):
     assert are_equal(run(**checkpointing), run())
+
+
+def test_autocast_that_is_off_stays_off():
+    layer, x = Layer(), torch.randn(8, 8)
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        expected = layer(x)
+        with track_memory(), Recomputation(min_bytes=0):
+            assert are_equal([layer(x)], [expected])
+    assert expected.dtype is torch.float32
+
+
+def test_the_fast_path_of_attention_computes_as_it_does_without():
+    layer, x = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), torch.randn(2, 5, 16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = layer(x), layer.self_attn(x, x, x, need_weights=False)[0]
+        with track_memory():
+            assert are_equal([layer(x), layer.self_attn(x, x, x, need_weights=False)[0]], expected)
