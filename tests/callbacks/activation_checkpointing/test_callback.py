@@ -170,6 +170,8 @@ class OuterCheckpoint(LitTiny):
         (lambda: LitTiny(TinyGPT()), {"budget": "120KiB"}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
         (lambda: LitManual(TinyGPT()), {"budget": "120KiB"}, {}),
         (lambda: OuterCheckpoint(TinyGPT()), {"budget": "120KiB"}, {}),
+        (lambda: LitTiny(TinyCNN()), {"save": "matmuls"}, {"accumulate_grad_batches": 2}),
+        (lambda: LitTiny(TinyCNN()), {"budget": "36KiB"}, {}),
         (lambda: LitTiny(TinyCNN()), {"segments": "sqrt", "skip_last": True}, {}),
         (lambda: LitTiny(TinyCNN()), {"determinism_check": "operators"}, {}),
     ],

@@ -127,7 +127,8 @@ class Changing(LitStack):
     ("make", "arguments", "options"),
     [
         (partial(LitStack, nn.LeakyReLU), {"mode": "general", "inplace": True}, {}),
-        (LitStack, {"dropout": "replay"}, {"precision": "64-true"}),
+        (LitStack, {}, {"precision": "64-true"}),
+        (lambda: LitTiny(TinyGPT()), {"dropout": "replay"}, {}),  # the generator is put back: masks of later steps
         (LitStack, {}, {"precision": "bf16-true"}),
         (Skipping, {}, {}),
         (Changing, {}, {}),

@@ -241,3 +241,16 @@ def test_what_it_settled_on_is_logged_and_kept_in_checkpoints(run, tmp_path) -> 
     limit = MemoryLimit(int(2.5 * MIB))
     run(fresh, limit=limit, heavy="forward")
     assert limit.num_errors == 0
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_gradients_that_nobody_zeroes_survive_a_try_that_is_dropped(fit, where: str) -> None:
+    class Keeping(LitRegression):
+        def optimizer_zero_grad(self, *args: Any) -> None:
+            pass
+
+    expected = fit(partial(Keeping, heavy=where), MicroBatching(2))
+    with MemoryLimit(int(2.5 * MIB)) as limit:
+        actual = fit(partial(Keeping, heavy=where), MicroBatching(regrow_after_n_batches=None))
+    assert limit.num_errors == 2
+    torch.testing.assert_close(actual.gradients, expected.gradients, rtol=0, atol=0)

@@ -96,6 +96,12 @@ def assert_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> No
         assert one["metrics"] == other["metrics"]
 
 
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_micro_batches_give_gradients_and_metrics_of_the_whole_batch(fit, is_sharded: bool) -> None:
+    options = {"is_sharded": is_sharded, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    assert_close(fit([MicroBatching(3)], **options), fit([], **options))
+
+
 def test_out_of_memory_on_one_rank_under_ddp_leaves_no_trace(fit) -> None:
     options = {"dropout": 0.5, "norm": True, "heavy": "backward", "accumulate_grad_batches": 2}
     expected = fit([MicroBatching(2)], **options)

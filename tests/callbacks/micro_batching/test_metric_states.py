@@ -198,3 +198,14 @@ def test_the_value_in_a_micro_batch_has_its_gradient():
             model.metric(predictions, torch.zeros(3)).backward()
             assert predictions.grad.tolist() == pytest.approx([4 / 3] * 3)
     assert model.metric._forward_cache == 4.0
+
+
+def test_groups_that_a_dropped_try_formed_are_dissolved():
+    model = Model(make_collection())
+    before = copy.deepcopy(model.metric.compute_groups)
+    state = StepState(model, torch.device("cpu")).take()
+    run_chunks(model, batches(classes, 1)[0], [8, 4], "update")
+    assert model.metric.compute_groups != before
+    state.restore()
+    assert model.metric.compute_groups == before
+    assert not any(metric.update_called for metric in model.metric.values())

@@ -218,6 +218,31 @@ def spectral_block() -> Block:
     return block
 
 
+class FastWeightsNet(Net):
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            fast = {name: 2 * parameter for name, parameter in block.named_parameters()}
+            hidden = torch.func.functional_call(block, fast, (hidden,))
+        return hidden
+
+
+class AppendingBlock(Block):
+    def forward(self, hidden: Tensor, seen: list) -> Tensor:
+        seen.append(hidden.square().mean())
+        return super().forward(hidden)
+
+
+class AppendingNet(Net):
+    def __init__(self) -> None:
+        super().__init__(AppendingBlock)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        for block in self.blocks:
+            hidden = block(hidden, seen)
+        return hidden + torch.stack(seen).sum()
+
+
 LAYERS = {
     "dropout": Net,
     "nested inputs and outputs": NestedNet,
@@ -228,6 +253,8 @@ LAYERS = {
     "state in plain attributes": StatefulNet,
     "frozen weights": partial(Net, half_frozen_block),
     "inputs it overwrites": OverwritingNet,
+    "weights of another": FastWeightsNet,
+    "a list it appends to": AppendingNet,
 }
 
 

@@ -115,3 +115,21 @@ def test_result_is_that_of_the_plain_model_with(mesh, technique, reshard):
     shard(model, mesh, reshard=reshard)
     actual = train(model, technique(model))
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_casts_are_not_made_again_of_weights_that_are_gone(mesh, reshard):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    recomputation = Recomputation(model, min_bytes=64)
+
+    @contextmanager
+    def around(stage: AbstractContextManager[object]) -> Iterator[None]:
+        with torch.autocast("cpu", torch.bfloat16), stage:
+            yield
+
+    expected = train(copy.deepcopy(model), lambda: around(nullcontext()))
+    shard(model, mesh, reshard=reshard)
+    actual = train(model, lambda: around(recomputation))
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert recomputation.report.num_dropped > 0

@@ -64,6 +64,9 @@ IN_CHUNKS: dict[str, Loss] = {
     "shift, classes first": lambda x: F.cross_entropy(x[:, :-1].transpose(1, 2), MASKED[:, 1:]),
     "mT, of each": lambda x: (F.cross_entropy(x.mT, MASKED, reduction="none") * _fixed(*SHAPE)).sum(),
     "temperature, soft cap": lambda x: F.cross_entropy(_rows(torch.tanh(x / 0.7 / 3) * 3), TARGET.flatten()),
+    "masked": lambda x: F.cross_entropy(
+        _rows(x.masked_fill(WEIGHT > 1.5, -30.0).masked_fill(TEACHER > 0.05, -9.0)), TARGET.flatten()
+    ),
     "nll_loss": lambda x: F.nll_loss(F.log_softmax(_rows(x), dim=-1), MASKED.flatten(), WEIGHT.to(x.dtype)),
     "log-probabilities": lambda x: -_picked(x, TARGET).mean(),
     "selective": lambda x: (x.gather(-1, TARGET[..., None]).squeeze(-1) - x.logsumexp(-1)).pow(2).mean(),

@@ -234,6 +234,18 @@ def past_functions_of_python(logits):
     return logits.cumsum(-1).mean() + total
 
 
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.save_for_backward(logits)
+        return logits.square().sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (logits,) = ctx.saved_tensors
+        return 2 * gradient * logits
+
+
 @pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
 @pytest.mark.parametrize(
     "use",
@@ -251,6 +263,7 @@ def past_functions_of_python(logits):
         lambda x: F.cross_entropy(x, torch.zeros(SHAPE[0], VOCAB_SIZE, dtype=torch.int64)),
         lambda x: F.kl_div(x.log_softmax(-1), x.softmax(-1), reduction="none").sum(),
         lambda x: F.nll_loss(x.mT.log_softmax(1), TARGET, size_average=False),
+        lambda x: Squares.apply(x.log_softmax(-1)),
         with_a_target_of_its_own,
         after_a_look_without_gradients,
         past_functions_of_python,

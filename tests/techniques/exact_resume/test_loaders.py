@@ -173,6 +173,7 @@ def train(loader, num_epochs, first=0, on_batch=lambda epoch, index: None):
 BREAKS = [
     *((name, "no workers") for name in LOADERS),
     pytest.param("late", "workers", marks=pytest.mark.slow),
+    ("shuffled", "workers"),
     ("shuffled, generator", "persistent"),
 ]
 

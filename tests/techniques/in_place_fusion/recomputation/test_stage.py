@@ -499,3 +499,17 @@ def test_copies_before_a_write_take_what_was_read_and_no_more() -> None:
     assert tracker.timeline.peak_bytes < 60 * 1000 * 4 * 4
     loss.backward()
     assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_buffers_may_move_between_the_step_and_its_backward() -> None:
+    net, grads = Net(F.silu), []
+    net.register_buffer("scale", torch.full((64,), 2.0))
+    for context in (contextlib.nullcontext(), Recomputation(net, min_bytes=0)):
+        net.zero_grad()
+        net.scale.fill_(2.0)
+        with context:
+            loss = (net(image()).flatten(2) * (net.scale * 2)).square().mean()
+        net.scale.mul_(0.5)
+        loss.backward()
+        grads.append(net.first.weight.grad)
+    assert torch.equal(*grads)
