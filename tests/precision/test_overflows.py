@@ -150,6 +150,11 @@ def test_the_learning_rate_waits_for_steps_that_were_skipped(holds, train):
         assert_weight(model, -(1 + 0.5 + 0.25 + 0.125))
 
 
+def test_a_schedule_waits_in_steps_where_gradients_are_accumulated(train):
+    trainer = train(Scripted([1.0, INF, 1.0, 1.0, 1.0, 1.0]), accumulate_grad_batches=2).trainer
+    assert trainer.lr_scheduler_configs[0].scheduler.get_last_lr() == [0.5**2]
+
+
 class EveryEpoch(Scripted):
     def configure_optimizers(self):
         configuration = super().configure_optimizers()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from support.devices import ACCELERATOR, DEVICE, allocate_workspaces, device_module, requested_bytes
-from support.helpers import LitTiny, TinyCNN, TinyGPT
+from support.helpers import LitLinear, LitTiny, TinyCNN, TinyGPT
 
 from lightning_vram import LeanMixedPrecision
 from lightning_vram.demos import ByteGPT
@@ -61,3 +61,8 @@ def test_recasting_keeps_no_copies_of_weights():
     plain, num_weights = requested_after_forward(lambda model: None)
     saving, _ = requested_after_forward(lambda model: WeightCasts(model, DEVICE))
     assert plain - saving == pytest.approx(2 * num_weights, rel=0.02)  # biases are cast as well
+
+
+def test_exact_schemes_agree_on_the_same_gradients(same_as_baseline):
+    split, master = (LeanMixedPrecision("bf16", parameters=name) for name in ("bf16+split", "bf16+master"))
+    same_as_baseline(lambda: LitLinear(TinyGPT()), plugins=[split], baseline={"plugins": [master]}, **ON_DEVICE)

@@ -187,3 +187,19 @@ def test_one_that_cannot_is_refused_and_steps_nothing(kind):
         optimizer.step(lambda: 0.0)
     after = lean.full_state(net.state_dict())
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_groups_can_be_added_while_training():
+    net, plain, extra, plain_extra = make_net(), make_net(), nn.Linear(3, 3), nn.Linear(3, 3)
+    plain_extra.load_state_dict(extra.state_dict())
+    lean = LeanParameters(net.parameters(), "bf16+split")
+    ours, theirs = optim.AdamW(extra.parameters()), optim.AdamW(plain_extra.parameters())
+    lean.attach([ours])  # none of them lean, for now
+    for optimizer, some, other in ((ours, net, extra), (theirs, plain, plain_extra)):
+        take_steps(other, optimizer, 0)
+        optimizer.add_param_group({"params": list(some.parameters()), "lr": 0.1})
+        give_gradients(some, 1)
+        take_steps(other, optimizer, 1)
+    lean.restore()
+    assert_same_weights(net, plain)
+    assert_same_weights(extra, plain_extra)

@@ -41,8 +41,7 @@ from lightning_vram.techniques.sharding import can_recover, discard_failed_itera
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::UserWarning")]
 PATIENCE = 10  # seconds, of tests that would hang
 HOST_MODES = [mode for mode in MODES if mode != "none"]
-# What optimizers do in five steps is in optimizer_table.txt, and the kernel that is chosen on the host in
-# test_step_round.py: here all name it.
+# What optimizers do in five steps, and the kernel that is chosen on the host, is in optimizer_table.txt.
 
 
 def adamw(net: nn.Module, **options: Any) -> Optimizer:

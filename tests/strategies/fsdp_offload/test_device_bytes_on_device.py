@@ -13,6 +13,7 @@ from support.offload_nets import Split
 from torch import Tensor
 from torch.testing import assert_close
 
+from lightning_vram import LeanMixedPrecision
 from lightning_vram.core.processes import leave_group
 from lightning_vram.optimizers import on_host
 from lightning_vram.strategies.fsdp_offload.strategy import FSDPOffloadStrategy
@@ -121,3 +122,8 @@ def test_states_are_loaded_to_where_their_shards_are(saved_by, loaded_by, train,
     resumed = train(device_bytes=loaded_by, ckpt_path=tmp_path / "step=3.ckpt")
     assert max(resumed.sizes) == max(train(device_bytes=loaded_by, max_steps=1).sizes)
     assert_close(resumed.cpu().state_dict(), expected.cpu().state_dict(), rtol=0, atol=2e-6)
+
+
+def test_gradients_that_are_scaled_are_where_their_shards_are(train):
+    ours, expected = (train(device_bytes=share, plugins=[LeanMixedPrecision("fp16")]) for share in (0.5, None))
+    assert_close(ours.cpu().state_dict(), expected.cpu().state_dict(), rtol=0, atol=1e-3)

@@ -73,7 +73,7 @@ def train(fit, tmp_path):
         ((LATER, 2), (FULL, 2)),
         ((SHARDED, 2), (FULL, 1)),
         ((PLAIN, 1), (FULL, 2)),
-        ((SHARDED, 1), (SHARDED, 1)),
+        ((SHARDED, 1), (SHARDED, 2)),
         ((FULL, 2), (PLAIN, 1)),
         ((DDP, 2), (SHARDED, 2)),
     ],

@@ -375,3 +375,34 @@ def test_weights_that_do_not_travel_as_bf16_are_not_split(precision, fit_layers)
     message = f"ForkingOffload(master='split') needs {needed}, got {precision!r}."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         fit_layers(Layers, {"master": "split"}, precision=precision)
+
+
+@pytest.mark.quick_sample(2)
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_checkpoint_in_the_middle_holds_split_weights_and_changes_none(kind, async_save, fit_layers, tmp_path):
+    trained, saved = [], []
+    for master in ("split", "fp32"):
+        offload = {"master": master, "state_dict_type": kind, "async_save": async_save}
+        trained.append(fit_layers(partial(Saving, num_batches=6), offload))
+        leave_group()
+        path = (tmp_path / "3.ckpt").rename(tmp_path / f"{master}.ckpt")
+        saved.append(
+            fit_layers(partial(Layers, num_batches=6), ckpt_path=path, max_steps=4)
+        )  # loads, trains no further
+        leave_group()
+    check(*trained)
+    assert_equal_weights(*saved)
+
+
+class Evaluated(Layers):
+    """Computes without autocast between its steps."""
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            self.host_bytes.append(self.net(torch.ones(1, 16)).sum().item())
+
+
+def test_split_weights_are_sent_whole_where_they_are_not_cast(fit_both):
+    split, plain = fit_both(partial(Evaluated, num_batches=6))
+    assert split.host_bytes == plain.host_bytes

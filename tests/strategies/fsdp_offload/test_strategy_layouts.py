@@ -112,3 +112,8 @@ def test_two_ranks_leave_them_as_they_were(fit, tmp_path):
         assert strides(nn.ParameterList(ours)) == strides(plain)
         for one, other in zip(ours, plain.parameters(), strict=True):
             torch.testing.assert_close(one, other.detach(), rtol=0, atol=1e-6)
+
+
+def test_states_on_a_disk_lie_as_their_parameters_do(fit, tmp_path):
+    ours = fit(dense, strategy=ForkingOffload(nvme_path=tmp_path), devices=1)
+    assert_equal_weights(ours, fit(dense))

@@ -231,7 +231,7 @@ def test_gradients_come_to_memory_of_the_sizes_asked_for_and_used_again(train, m
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.01}, {"accumulate_grad_batches": 2}])
-@pytest.mark.parametrize("form", ["bf16", "8bit"])
+@pytest.mark.parametrize("form", ["fp32", "bf16", "8bit"])
 def test_how_weights_and_states_are_kept_changes_no_bit(form, options, fit_layers, tmp_path):
     make = partial(Layers, num_batches=8)
     expected = fit_layers(make, {"host_state": form}, **ON_DEVICE, **options)
@@ -296,3 +296,22 @@ def test_an_average_takes_nothing_of_the_device(mode, fit, monkeypatch):
     with_it = weigh(EMAWeightAveraging(decay=0.9))
     leave_group()  # and the first module
     assert weigh() == with_it
+
+
+class Summed(Split):
+    """Steps by a kernel that rounds alike on the host and on the device."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.125, foreach=False)
+
+
+@pytest.mark.parametrize("mode", ["params", "half"])
+def test_averages_are_those_of_a_plain_run(mode, train, monkeypatch):
+    monkeypatch.setattr(averages, "PART_ELEMENTS", 512)
+    fitted = []
+    for one in (mode, None):
+        callback = EMAWeightAveraging(decay=0.9)
+        train(Summed, one, callback, max_epochs=2)
+        fitted.append(average_of(callback).cpu())
+        leave_group()
+    assert_equal_weights(*fitted)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoint_nets import load, make_net
+from support.checkpoint_nets import load, make_net, run_ranks
 from torch import nn
 
 from lightning_vram.core.ranks import CheckpointError
@@ -83,3 +83,26 @@ def test_ranks_share_the_entries(tmp_path: Path):
         except CheckpointError as error:
             found.append(str(error))
     assert sorted(found) == [f"a.pt is damaged (Bad CRC-32 for file 'a/data/{n}'). {WAY_OUT}" for n in range(3)]
+
+
+def refuse_a_missing_shard(folder: Path) -> None:
+    path = folder / "a.ckpt"
+    save(make_net(), path, sharded=True)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shard_of(path, 1).unlink()
+    torch.distributed.barrier()
+    with pytest.raises(FileNotFoundError, match=r"__1_.*\.distcp"):
+        make_store(sharded=True).open(path)
+
+
+def test_all_ranks_refuse_what_one_has_found(tmp_path: Path):
+    run_ranks(2, refuse_a_missing_shard, tmp_path)
+
+
+def test_what_was_cut_off_is_named(one_rank: None, tmp_path: Path):
+    net, path = make_net(), tmp_path / "a.ckpt"
+    save(net, path, sharded=True)
+    shard = shard_of(path)
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert refusal(path, net, sharded=True) == f"{shard.name} is damaged (File is not a zip file). {WAY_OUT}"

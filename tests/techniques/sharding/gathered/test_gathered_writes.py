@@ -64,6 +64,17 @@ def test_writes_count_as_in_a_plain_run(mesh, way, mode):
     compare_steps(partial(Writing, WAYS[way]), mode)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_write_in_a_forward_without_gradients_stays(mesh, mode):
+    net, plain = (make(partial(Writing, write_data)) for _ in range(2))
+    with hosted(net, mode):
+        for each in (net, plain):
+            with torch.no_grad():
+                each(batch(0))
+        assert torch.equal(loss_of(net, batch(1)), loss_of(plain, batch(1)))
+    assert_same(weights(net), weights(plain))
+
+
 def write_on_two_ranks():
     for way in (write_data, set_data):
         compare_steps(partial(Writing, way))
