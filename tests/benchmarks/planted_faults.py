@@ -151,12 +151,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many of them, which an earlier call has run")
     parser.add_argument("--tests", type=Path, default=ROOT, help="the checkout whose committed tests are run")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=600, help="seconds for the tests of one fault")
     parser.add_argument("-o", type=Path, required=True)
     arguments = parser.parse_args()
-    faults = draw(ROOT / "lightning_vram", arguments.faults, arguments.seed)
+    faults = draw(ROOT / "lightning_vram", arguments.faults, arguments.seed)[arguments.skip :]
     clones: Queue[Path] = Queue()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.processes) as pool:
         for number in range(arguments.processes):
