@@ -208,10 +208,12 @@ def leave_device_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def leave_process_as_it_was() -> Iterator[None]:
     """End what a strategy leaves connected, as it may for the next fit, and what else a test has set for all."""
-    level, is_deterministic = logging.getLogger("lightning.pytorch").level, torch.are_deterministic_algorithms_enabled()
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning_vram")]
+    levels, is_deterministic = [one.level for one in loggers], torch.are_deterministic_algorithms_enabled()
     _restore_variables()
     yield
-    logging.getLogger("lightning.pytorch").setLevel(level)
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
     torch.use_deterministic_algorithms(is_deterministic)
     torch.set_num_threads(1)
     if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -217,7 +217,8 @@ def test_modules_own_what_is_made_in_them():
 
 def test_leaves_nothing_behind():
     layer = nn.Linear(4, 4)
-    resize = torch.UntypedStorage.resize_
+    resize, optimizers = torch.UntypedStorage.resize_, sys.modules["torch.optim.optimizer"]
+    hooks = dict(optimizers._global_optimizer_pre_hooks), dict(optimizers._global_optimizer_post_hooks)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), track_memory(layer):
         layer(torch.ones(2, 5))
     assert gc.isenabled()
@@ -226,8 +227,7 @@ def test_leaves_nothing_behind():
     module = torch.nn.modules.module
     assert not module._global_forward_hooks
     assert not module._global_forward_pre_hooks
-    assert not sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
-    assert not sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks
+    assert hooks == (optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks)
 
 
 def test_one_optimizer_without_a_list_and_a_second_time_are_refused():
