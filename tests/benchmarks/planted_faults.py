@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Queue
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 COMPARISONS = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -139,7 +141,10 @@ def find(fault: Fault, clone: Path, tests: Path, limit_s: float) -> dict[str, ob
     try:
         run = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True, timeout=limit_s, check=False)
         lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        by = None if run.returncode in (0, 5) else (lines or [f"rc {run.returncode}"])[0][:160]
+        if run.returncode == pytest.ExitCode.USAGE_ERROR:  # nothing has run
+            raise RuntimeError(run.stdout + run.stderr)
+        is_found = run.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        by = (lines or [f"exit code {run.returncode}"])[0][:160] if is_found else None
     except subprocess.TimeoutExpired:
         by = "it hangs, or takes too long"
     finally:
