@@ -11,11 +11,13 @@ import ast
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,14 +139,13 @@ def find(fault: Fault, clone: Path, tests: Path, limit_s: float) -> dict[str, ob
     fault.plant(clone / "lightning_vram")
     options = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
     command = [sys.executable, "-m", "pytest", *options, *tests_of(fault, tests / "tests")]
-    env = {**os.environ, "PYTHONPATH": str(clone)}
     try:
-        run = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True, timeout=limit_s, check=False)
-        lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        if run.returncode == pytest.ExitCode.USAGE_ERROR:  # nothing has run
-            raise RuntimeError(run.stdout + run.stderr)
-        is_found = run.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-        by = (lines or [f"exit code {run.returncode}"])[0][:160] if is_found else None
+        returncode, output = _run(command, clone, limit_s)
+        lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        if returncode == pytest.ExitCode.USAGE_ERROR:  # nothing has run
+            raise RuntimeError(output)
+        is_found = returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        by = (lines or [f"exit code {returncode}"])[0][:160] if is_found else None
     except subprocess.TimeoutExpired:
         by = "it hangs, or takes too long"
     finally:
@@ -152,17 +153,33 @@ def find(fault: Fault, clone: Path, tests: Path, limit_s: float) -> dict[str, ob
     return {**asdict(fault), "found_by": by}
 
 
+def _run(command: list[str], clone: Path, limit_s: float) -> tuple[int, str]:
+    """Run pytest in a session of its own: what hangs is ended with the ranks it has forked."""
+    env = {**os.environ, "PYTHONPATH": str(clone)}
+    to_file = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=clone, env=env, start_new_session=True, **to_file) as run:
+        try:
+            output, _ = run.communicate(timeout=limit_s)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+    return run.returncode, output
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip", type=int, default=0, help="leave out so many of them, which an earlier call has run")
+    parser.add_argument("--only", action="append", help="FILE:LINE; this one, and others named like this")
     parser.add_argument("--tests", type=Path, default=ROOT, help="the checkout whose committed tests are run")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=600, help="seconds for the tests of one fault")
     parser.add_argument("-o", type=Path, required=True)
     arguments = parser.parse_args()
     faults = draw(ROOT / "lightning_vram", arguments.faults, arguments.seed)[arguments.skip :]
+    if arguments.only:
+        faults = [fault for fault in faults if f"{fault.file}:{fault.line}" in arguments.only]
     clones: Queue[Path] = Queue()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.processes) as pool:
         for number in range(arguments.processes):
