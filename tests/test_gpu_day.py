@@ -41,6 +41,7 @@ def outcomes(folder, name):
     return {row["name"]: row.get("error") for row in results.read(folder, name)["rows"]}
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_in_a_row_is_written_down_and_the_rest_goes_on(tmp_path):
     item = make_item(
         "group.item",
@@ -67,6 +68,7 @@ def test_what_goes_wrong_in_a_row_is_written_down_and_the_rest_goes_on(tmp_path)
     assert {"device", "torch", "lightning"} <= set(result["machine"])
 
 
+@pytest.mark.slow
 def test_an_item_that_the_end_of_a_call_cuts_goes_on_behind_its_last_row(tmp_path):
     item = Item("group.item", -4.5, partial(rows_of, rows={"good": dict, "slow": lambda: time.sleep(1.5) or {}}))
     run(tmp_path, item, minutes=1 / 60)
@@ -77,6 +79,7 @@ def test_an_item_that_the_end_of_a_call_cuts_goes_on_behind_its_last_row(tmp_pat
     assert outcomes(tmp_path, "group.item") == {"good": None, "slow": None}
 
 
+@pytest.mark.slow
 def test_an_item_is_ended_with_all_that_it_started(tmp_path):
     """Compilers have process groups of their own, and parents that end before they do."""
     marker = f"sleep 98.{os.getpid()}"

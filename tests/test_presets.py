@@ -67,6 +67,7 @@ def test_a_preset_is_a_whole_run_that_writes_where_it_runs(path, tmp_path):
     assert not [name for name in tmp_path.iterdir() if (ROOT / name.name).exists()]
 
 
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_says_its_folder_once(path, capsys):
     result = read(f"--config={path}", "--trainer.default_root_dir=elsewhere", capsys=capsys)

@@ -196,7 +196,7 @@ def make(name: str) -> tuple[pl.LightningModule, Batch]:
     return make_module(), make_batch()
 
 
-@pytest.mark.quick_sample(4)
+@pytest.mark.slow_except("graphs", "clipped by hand")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_estimate_is_near_real_steps(name):
     real_bytes = trace_real_fit(*make(name), FitRun({})).stage("train").peak_bytes
@@ -205,7 +205,7 @@ def test_the_estimate_is_near_real_steps(name):
 
 
 @pytest.mark.filterwarnings("ignore:InPlaceFusion found nothing to save")  # a plan with checkpointed layers has it, too
-@pytest.mark.slow_except("speech recognition")
+@pytest.mark.slow_except("graphs")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_auto_vram_keeps_half_of_the_memory_or_the_minimum_that_it_names(name, fit, monkeypatch):
     # on a machine that is busy a search may last for longer than it is given

@@ -80,7 +80,7 @@ def private_uses(path: Path) -> Iterator[tuple[int, str, bool]]:
 def foreign_uses(path: Path) -> list[str]:
     def is_ours(name: str, is_of_self: bool) -> bool:
         if is_of_self:
-            return name in defined_in(path) | inherited_in(path)
+            return name in defined_in(path) or name in inherited_in(path)
         return name in defined_in(path) and name not in LISTED_NAMES
 
     uses = {(line, name) for line, name, is_of_self in private_uses(path) if not is_ours(name, is_of_self)}

@@ -72,6 +72,7 @@ def test_a_budget_is_kept_and_nothing_else_changes(same_as_baseline, heard):
     assert lines[lines.index(chosen) - int(chosen[1])] == header.split()
 
 
+@pytest.mark.slow
 def test_the_least_is_told_where_nothing_fits(fit):
     message = (
         r"^AutoVRAM: No plan fits 2\.00 MiB\. The minimum found is \S+ MiB, with OptimizerInBackward "
@@ -269,6 +270,7 @@ def test_where_no_plan_is_left_the_error_says_what_would_help(fit, monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_all_ranks_refuse_alike(make_trainer):
     trainer = make_trainer(callbacks=[AutoVRAM("1KiB")], strategy=ForkingOffload(), devices=2)

@@ -53,6 +53,7 @@ def test_when_time_is_up_the_fastest_that_was_found_is_taken(fit, slow_clock, ca
     assert_equal_weights(fit(LitGPT), packed)
 
 
+@pytest.mark.slow
 def test_when_nothing_fits_by_then_layers_are_checkpointed(fit, slow_clock, monkeypatch):
     monkeypatch.setattr(decision, "_LEAST_SECONDS", 24.0)
     auto = AutoVRAM(int(0.5 * PLAIN_BYTES))

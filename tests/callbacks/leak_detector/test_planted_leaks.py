@@ -58,7 +58,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.slow_except("list of losses", "manual optimization")
+@pytest.mark.slow_except("list of losses")
 @pytest.mark.parametrize("name", PLANTED)
 def test_named(name, make_trainer):
     model, expected = PLANTED[name]

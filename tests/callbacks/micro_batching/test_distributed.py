@@ -112,6 +112,7 @@ def test_out_of_memory_on_one_rank_under_ddp_leaves_no_trace(fit) -> None:
 
 
 @pytest.mark.skipif(not can_recover(), reason="needs torch 2.13")
+@pytest.mark.slow_except("forward")
 @pytest.mark.parametrize("where", ["forward", "backward"])  # one in a forward makes FSDP2 drop earlier gradients
 def test_out_of_memory_on_all_ranks_under_fsdp2_leaves_no_trace(fit, where) -> None:
     options = {"dropout": 0.5, "norm": True, "heavy": where, "accumulate_grad_batches": 2, "is_sharded": True}
@@ -190,6 +191,7 @@ def test_in_evaluation_under_ddp_ranks_decide_for_themselves(fit, make_trainer) 
     trainer.predict(UnevenEvaluation(), return_predictions=False)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_others_after_the_timeout_of_the_strategy(make_trainer) -> None:
     has_ended = multiprocessing.get_context("fork").Event()
 

@@ -146,7 +146,7 @@ def check_casts_and_plain_files(folder: Any, run: Any) -> None:
         run(QuantizeFrozenWeights(4), strategy=Inside("full"), ckpt_path=folder / "plain.ckpt")
 
 
-@pytest.mark.slow_except("Offload")
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [Inside, Offload])
 def test_two_ranks_are_one_and_resumed_runs_end_at_the_same_bits(strategy, make_trainer, tmp_path):
     expected = fit(make_trainer, make=rounded).state_dict()

@@ -68,7 +68,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick_sample(3)
+@pytest.mark.quick_sample(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_that_is_stopped_after_any_batch_goes_on_as_if_nothing_had_been(case, slurm, tmp_path):
     of_module, of_trainer, too_late = CASES[case]

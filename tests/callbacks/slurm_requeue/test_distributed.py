@@ -123,7 +123,7 @@ def assert_all_went_on(expected: list[dict], stopped: list[dict], resumed: list[
         assert all(torch.equal(second["weights"][key], value) for key, value in whole["weights"].items())
 
 
-@pytest.mark.slow_except("ddp-signals0", "sharded-signals2")
+@pytest.mark.slow_except("sharded-signals2")
 @pytest.mark.parametrize(
     ("strategy", "signals"),
     [("ddp", {0: (USR1, 3), 1: (TERM, 4)}), ("full", {1: (TERM, 0)}), ("sharded", {1: (USR1, 3)})],
@@ -142,6 +142,7 @@ def test_all_ranks_stop_together_and_go_on(strategy, signals, slurm, start, tmp_
     assert not (tmp_path / "slurm_requeue").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders. During `trainer.test")
 def test_ranks_that_are_stopped_in_their_test_do_not_train_again(slurm, start):
     strategy = "sharded"
@@ -157,6 +158,7 @@ def test_ranks_that_are_stopped_in_their_test_do_not_train_again(slurm, start):
         assert all(torch.equal(second["weights"][key], value) for key, value in whole["weights"].items())
 
 
+@pytest.mark.slow
 def test_ranks_may_validate_different_numbers_of_batches(slurm, start):
     expected = start("expected", make=Uneven)
     assert [len(rank["val"]) for rank in expected] == [4, 8]

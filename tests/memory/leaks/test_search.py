@@ -161,6 +161,7 @@ def test_what_only_a_cycle_keeps_and_growth_without_tensors_are_no_leak(has_tens
         gc.enable()
 
 
+@pytest.mark.slow
 def test_what_nobody_can_see_is_told_by_its_origin():
     training = Training()
     hidden = []

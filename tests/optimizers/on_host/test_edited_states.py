@@ -165,6 +165,7 @@ CASES = [
 
 
 @pytest.mark.usefixtures("_slowly")
+@pytest.mark.quick_sample(10)
 @pytest.mark.parametrize(("edit", "place", "is_early"), CASES)
 def test_what_is_written_to_states_while_a_step_goes_on_counts_in_the_next(mesh, tmp_path, edit, place, is_early):
     assert is_seen(train_hosted(place, tmp_path, edit, is_early=is_early), edit, is_exact=place in EXACT)

@@ -84,7 +84,7 @@ def check(ours: Any, plain: Any) -> None:
 
 
 @pytest.mark.usefixtures("_small_parts")
-@pytest.mark.quick_sample(2)
+@pytest.mark.quick_sample(1)
 @pytest.mark.parametrize("average", AVERAGES.values(), ids=AVERAGES)
 @pytest.mark.parametrize("make", [Net, Images, Mixed])
 def test_averages_are_those_of_a_plain_run(make, average, train):
@@ -127,6 +127,7 @@ class WritingByOptimizer(Mixed):
 needs_dispatch = pytest.mark.skipif(not calls_derived_dispatch, reason="such writes are not seen before torch 2.13")
 
 
+@pytest.mark.quick_sample(1)
 @pytest.mark.parametrize("make", [Writing, pytest.param(WritingByOptimizer, marks=needs_dispatch)])
 def test_weights_that_are_written_by_hand_are_averaged_as_they_were(make, train):
     with late_threads():

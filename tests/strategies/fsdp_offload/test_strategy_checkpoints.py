@@ -65,7 +65,7 @@ def train(fit, tmp_path):
     return train
 
 
-@pytest.mark.quick_sample(3)
+@pytest.mark.quick_sample(1)
 @pytest.mark.parametrize(
     ("saving", "resuming"),
     [
