@@ -11,20 +11,24 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.utilities import registry
 from support.helpers import CASES, LitTiny, TinyCNN, TinyGPT, assert_equal_weights
 from support.simdevice import build
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_vram.core.processes import leave_group
 from lightning_vram.memory.device import accelerators
 
 torch.set_num_threads(1)  # the models are tiny; more threads only fight with pytest-xdist
+
+# each Trainer reads the metadata of all packages
+registry.entry_points = cache(registry.entry_points)  # type: ignore[attr-defined]
 
 
 def _renew_thread_pool() -> None:
@@ -217,7 +221,7 @@ def leave_process_as_it_was() -> Iterator[None]:
     torch.use_deterministic_algorithms(is_deterministic)
     torch.set_num_threads(1)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        leave_group()
+        torch.distributed.destroy_process_group()
     _restore_variables()
 
 

@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -103,11 +104,22 @@ def classes_of(path: Path) -> list[type]:
 
 
 @cache
+def class_texts(path: Path) -> dict[str, str]:
+    """Classes of a file by name; Python's own ``getsource`` reads the file again for each."""
+    lines, texts = path.read_text().splitlines(), defaultdict(str)
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ClassDef):
+            texts[node.name] += "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    return texts
+
+
+@cache
 def own_names(cls: type) -> frozenset[str]:
     """Private names of a class: its members, annotations and the attributes that its methods set."""
     names = set(vars(cls)) | set(vars(cls).get("__annotations__", {}))
     with suppress(OSError, TypeError):  # written in C
-        names |= set(re.findall(r"\bself\.(_\w+)\s*(?::[^=\n]+)?=[^=]", inspect.getsource(cls)))
+        text = class_texts(Path(inspect.getfile(cls))).get(cls.__name__, "")
+        names |= set(re.findall(r"\bself\.(_\w+)\s*(?::[^=\n]+)?=[^=]", text))
     return frozenset(filter(is_private, names))
 
 

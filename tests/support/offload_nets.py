@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.helpers import BATCH_SIZE, LitTiny, TinyCNN, TinyGPT
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
-
-from lightning_vram.core import processes
 
 MODES = {
     "params": {},
@@ -26,7 +25,8 @@ MODES = {
 
 def leave_group() -> None:
     """Forget the process group of a run on one rank: runs on forked ranks would take it, or its port, for theirs."""
-    processes.leave_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()  # our own waits a moment for threads, which only an end of Python needs
     os.environ.pop("MASTER_PORT", None)
     gc.collect()
 

@@ -11,7 +11,7 @@ _PORTS = range(10_000, 32_000)
 
 def find_free_ports(count: int) -> list[int]:
     """Ports, all different, that nobody listens at now."""
-    drawn = random.SystemRandom().sample(_PORTS, len(_PORTS))  # tests seed the global generator
+    drawn = random.SystemRandom().sample(_PORTS, 200 + count)  # tests seed the global generator
     return list(islice(filter(_is_free, drawn), count))
 
 

@@ -10,6 +10,7 @@ import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from graphlib import TopologicalSorter
 from types import CodeType
 from typing import Literal
@@ -111,24 +112,24 @@ def _read_chains(kind: type) -> set[Chain]:
     for name in names:  # the list grows
         function = inspect.unwrap(inspect.getattr_static(kind, name, None))
         if inspect.isfunction(function):
-            found = set(_chains_of(function.__code__))
+            found = _chains_of(function.__code__)
             chains |= found
             names += {part for chain in found for part in chain if not hasattr(nn.Module, part)}.difference(names)
     return chains
 
 
-def _chains_of(code: CodeType) -> Iterator[Chain]:
+@lru_cache(maxsize=1024)
+def _chains_of(code: CodeType) -> frozenset[Chain]:
+    found: set[Chain] = set()
     chain: list[str] = []
     for instruction in dis.get_instructions(code):
         if instruction.opname in _ATTRIBUTE_LOADS:
             chain.append(instruction.argval)
             continue
         if chain:
-            yield tuple(chain)
+            found.add(tuple(chain))
         chain = []
-    for inner in code.co_consts:  # functions within, comprehensions
-        if isinstance(inner, CodeType):
-            yield from _chains_of(inner)
+    return found.union(*(_chains_of(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 Group = list[nn.Module]

@@ -4,11 +4,10 @@ import io
 from contextlib import nullcontext
 
 import pytest
-import torch
 from rich.console import Console
+from support.helpers import LitTiny, TinyCNN
 
 from lightning_vram import estimate_memory, plan_memory
-from lightning_vram.demos import ByteGPT
 from lightning_vram.report import progress
 from lightning_vram.report.progress import show_progress
 
@@ -52,10 +51,10 @@ def test_the_screen_is_left_as_it_was():
 def test_python_calls_show_what_they_do_unless_the_caller_listens(work, monkeypatch):
     seen, heard = [], []
     monkeypatch.setattr(progress, "show_progress", lambda: nullcontext(lambda stage, done: seen.append(stage)))
-    gpt, tokens = ByteGPT(num_layers=1, width=16, sequence_length=16), torch.zeros(2, 17, dtype=torch.int64)
-    work(gpt, tokens, device="cpu")
+    model, batch = LitTiny(TinyCNN()), TinyCNN().samples(2)[:2]
+    work(model, batch, device="cpu")
     assert seen
     num_seen = len(seen)
-    work(gpt, tokens, device="cpu", on_progress=lambda stage, done: heard.append(stage))
+    work(model, batch, device="cpu", on_progress=lambda stage, done: heard.append(stage))
     assert heard == seen
     assert len(seen) == num_seen
