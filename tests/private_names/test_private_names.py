@@ -118,7 +118,7 @@ def own_names(cls: type) -> frozenset[str]:
     """Private names of a class: its members, annotations and the attributes that its methods set."""
     names = set(vars(cls)) | set(vars(cls).get("__annotations__", {}))
     with suppress(OSError, TypeError):  # written in C
-        text = class_texts(Path(inspect.getfile(cls))).get(cls.__name__, "")
+        text = class_texts(Path(inspect.getsourcefile(cls) or "")).get(cls.__name__, "")
         names |= set(re.findall(r"\bself\.(_\w+)\s*(?::[^=\n]+)?=[^=]", text))
     return frozenset(filter(is_private, names))
 
