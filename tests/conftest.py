@@ -155,7 +155,8 @@ def _mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 def _sample_slow(config: pytest.Config, items: list[pytest.Item], num_slow: int) -> None:
     """Leave out most of what is slow and alike, so that one run of all tests ends in good time."""
-    slow = (item for item in items if item.get_closest_marker("slow") is not None and hasattr(item, "callspec"))
+    slow = [item for item in items if item.get_closest_marker("slow") is not None and hasattr(item, "callspec")]
+    slow = [item for item in slow if item.get_closest_marker("minutes") is None]  # -m is asked about them
     left_out = set()
     for siblings in _by_test(slow).values():
         chosen = _spread(siblings, num_slow)

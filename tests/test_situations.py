@@ -86,10 +86,16 @@ def test_tokens_that_fit_are_those_of_the_estimator(way):
         assert least <= rows[0]["memory_bytes"] < more
 
 
+OF_MINUTES = {"one_24gb_card.md": [pytest.mark.minutes]}
+WITH_COMMANDS = [
+    pytest.param(path, marks=OF_MINUTES.get(path.name, []), id=title(path)) for path in SITUATIONS if commands_in(path)
+]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # LightningCLI's
-@pytest.mark.parametrize("path", [path for path in SITUATIONS if commands_in(path)], ids=title)
+@pytest.mark.parametrize("path", WITH_COMMANDS)
 def test_commands_run_and_print_what_is_shown(path, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lightning-vram"])  # LightningCLI warns about arguments of pytest's

@@ -124,6 +124,7 @@ def test_a_model_that_others_have_made_is_estimated_and_no_search_for_limits_end
         assert 16 <= estimate.max_sequence_length <= 77  # rows of the tables of positions, of which CLIP has the most
 
 
+@pytest.mark.minutes
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_mean_error_is_small():

@@ -205,7 +205,7 @@ def test_the_estimate_is_near_real_steps(name):
 
 
 @pytest.mark.filterwarnings("ignore:InPlaceFusion found nothing to save")  # a plan with checkpointed layers has it, too
-@pytest.mark.slow_except("graphs")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_auto_vram_keeps_half_of_the_memory_or_the_minimum_that_it_names(name, fit, monkeypatch):
     # on a machine that is busy a search may last for longer than it is given

@@ -74,6 +74,7 @@ def test_an_estimate_takes_less_than_a_minute(precision, num_callbacks, gib):
     assert estimate.fits is (gib < 24)
 
 
+@pytest.mark.minutes
 def test_a_plan_takes_less_than_three_minutes():
     module, trainer = make_case("bf16-true", 1)
     start = time.process_time()

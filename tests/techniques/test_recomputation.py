@@ -396,6 +396,7 @@ VARIANTS = ["a budget", "matmuls", "segments"]
 IN_VARIANTS = ["training mode", "a tensor is written", "a buffer that the block writes", "weights", "an object"]
 
 
+@pytest.mark.quick_sample(24)
 @pytest.mark.parametrize(
     ("name", "how"),
     [*product(ROWS, ["checkpointing", "tiling"]), *product(IN_VARIANTS, VARIANTS), ("random numbers", "matmuls")],

@@ -123,6 +123,7 @@ def test_they_are_told_before_memory_runs_out():
     assert len(training.run(30, num_steps_left=11.0)) == 1
 
 
+@pytest.mark.slow
 def test_a_graph_is_told_at_once():
     training = Training()
     losses = training.losses = []

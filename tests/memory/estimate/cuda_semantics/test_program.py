@@ -60,6 +60,7 @@ def test_torch_cuda_speaks_of_the_card():
 RECORD = json.loads((Path(__file__).parent / "parity.json").read_text())
 
 
+@pytest.mark.quick_sample(10)
 @pytest.mark.parametrize(("name", "precision"), list(itertools.product(MODELS, ["fp32", "bf16"])))
 def test_a_forward_keeps_and_needs_what_it_does_under_cudas_dispatcher(name, precision):
     with FakeTensorMode(allow_non_fake_inputs=True), cuda_semantics((8, 9)):
