@@ -10,16 +10,7 @@ from typing import Any
 import torch
 
 from tests.benchmarks.cases import FROZEN_WORKLOADS, QUICK_FROZEN_WORKLOADS, QUICK_WORKLOADS, WORKLOADS, Workload
-from tests.benchmarks.measure import (
-    NUM_WARM_UP,
-    Now,
-    Row,
-    compare_seconds,
-    error_row,
-    give_back,
-    take_turn,
-    track_step,
-)
+from tests.benchmarks.measure import NUM_WARM_UP, Now, Row, compare_seconds, error_row, give_back, take_turn, track_step
 from tests.benchmarks.ways import PLAIN, PLAIN_TRAINER, Suite, Way
 from tests.benchmarks.whole_runs import Steps, Tracked, run_whole
 

@@ -7,12 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from foreign_code import programs
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    LearningRateFinder,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
 from torch.utils._pytree import tree_leaves
 

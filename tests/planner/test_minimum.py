@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from planner.models import Wide
 from support.plans import CHECKPOINTING, measured
 
 from lightning_vram import plan_memory
@@ -16,21 +16,6 @@ from lightning_vram.planner.search import WEIGHTS_ON_HOST
 
 LEAST = measured(CHECKPOINTING, mib=260, ms=1)
 START = "No plan fits 100.00 MiB. The minimum found is 260.00 MiB, with ActivationCheckpointing. What helps: "
-
-
-class Wide(pl.LightningModule):
-    """Weights are most of it: 192 MiB, with gradients and states 768 MiB."""
-
-    def __init__(self, width=2048):
-        super().__init__()
-        with torch.device("meta"):
-            self.net = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(12)))
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters())
 
 
 def test_where_the_least_has_its_peak_is_told():

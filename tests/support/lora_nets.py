@@ -80,3 +80,13 @@ class LitLoRA(pl.LightningModule):
         return DataLoader(torch.randint(VOCAB_SIZE, (4 * self.num_batches, LENGTH + 1), generator=draws), batch_size=4)
 
     val_dataloader = test_dataloader = train_dataloader
+
+
+class Saving(pl.Callback):
+    """Saves a checkpoint after each epoch, as a run would."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.path)

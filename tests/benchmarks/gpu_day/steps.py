@@ -20,15 +20,7 @@ from tests.benchmarks.cases import Workload
 from tests.benchmarks.gpu_day.items import Item, Setting
 from tests.benchmarks.gpu_day.results import Report
 from tests.benchmarks.gpu_day.speed import workload_of
-from tests.benchmarks.measure import (
-    NUM_WARM_UP,
-    Clock,
-    Row,
-    give_back,
-    read_device_events,
-    read_peaks,
-    synchronize,
-)
+from tests.benchmarks.measure import NUM_WARM_UP, Clock, Row, give_back, read_device_events, read_peaks, synchronize
 from tests.benchmarks.peers import bitsandbytes, torchao
 from tests.benchmarks.peers.installed import needs
 

@@ -7,13 +7,7 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
-from lightning_vram import (
-    FSDPOffloadStrategy,
-    LeanMixedPrecision,
-    LowBitOptimizer,
-    MomentsInBF16,
-    OptimizerInBackward,
-)
+from lightning_vram import FSDPOffloadStrategy, LeanMixedPrecision, LowBitOptimizer, MomentsInBF16, OptimizerInBackward
 from lightning_vram.optimizers.bf16_weights import SCHEMES
 from tests.benchmarks.cases import Workload
 from tests.benchmarks.compare import Options, measure_ways

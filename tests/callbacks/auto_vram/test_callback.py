@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import lightning.pytorch as pl
 import pytest
 import torch
-from callbacks.auto_vram.test_plan_cache import LitGPT
+from callbacks.auto_vram.models import LitGPT
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import ForkingOffload, TinyByteGPT, assert_equal_weights
 from torch.utils.data import DataLoader, Dataset

@@ -9,16 +9,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from callbacks.auto_vram.models import LitGPT
 from lightning.pytorch.loggers import CSVLogger
 from support.helpers import assert_equal_weights
 from support.plans import IN_PARTS, checkpointing, measured, tried
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_vram import AutoVRAM, MicroBatching
 from lightning_vram.callbacks.auto_vram import decision
 from lightning_vram.callbacks.auto_vram.decision import load_plan, plan_folder, plan_key, save_plan
-from lightning_vram.demos import ByteGPT
 from lightning_vram.estimation.running_trainer import RunningTrainer
 from lightning_vram.estimation.step_time import StepTime
 from lightning_vram.estimation.traced_fit import FitRun
@@ -27,16 +26,6 @@ from lightning_vram.memory.units import GIB, MIB
 from lightning_vram.planner.scheme import Found, Measured
 
 TIGHT = int(0.9 * 9.28 * MIB)  # of 9.28 MiB that a step of two layers needs
-
-
-class LitGPT(ByteGPT):
-    def __init__(self, num_layers: int = 4) -> None:
-        super().__init__(num_layers=num_layers, width=64, num_heads=2, sequence_length=64)
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(torch.randint(256, (16, 65), generator=torch.Generator().manual_seed(0)), batch_size=8)
-
-    val_dataloader = train_dataloader
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from itertools import count
 import lightning.pytorch as pl
 import pytest
 import torch
-from callbacks.auto_vram.test_plan_cache import LitGPT
+from callbacks.auto_vram.models import LitGPT
 from lightning.pytorch.callbacks import Callback
 from support.helpers import assert_equal_weights
 from torch import Tensor

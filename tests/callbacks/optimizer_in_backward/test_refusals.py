@@ -17,12 +17,7 @@ from support.host_layers import Layers
 from support.offload_nets import leave_group
 from torch.distributed.fsdp import fully_shard
 
-from lightning_vram import (
-    AccumulationScheduler,
-    LeanMixedPrecision,
-    MicroBatching,
-    OptimizerInBackward,
-)
+from lightning_vram import AccumulationScheduler, LeanMixedPrecision, MicroBatching, OptimizerInBackward
 from lightning_vram.optimizers.in_backward import BackwardSteps, Clipping
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:(?!lightning_vram)")

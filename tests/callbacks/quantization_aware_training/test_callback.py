@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from callbacks.quantize_frozen_weights.test_callback import Saving
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import (
@@ -20,6 +19,7 @@ from support.helpers import (
     describe_module,
     saved_bytes,
 )
+from support.lora_nets import Saving
 
 from lightning_vram import (
     ActivationCheckpointing,

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import LitTiny, TinyCNN, assert_equal_weights
-from support.lora_nets import NUM_QUANTIZED, QUANTIZED, LitLoRA, LoRANet
+from support.lora_nets import NUM_QUANTIZED, QUANTIZED, LitLoRA, LoRANet, Saving
 from torch import nn
 
 from lightning_vram import (
@@ -30,22 +30,9 @@ from lightning_vram import (
 )
 from lightning_vram.estimation.traced_fit import FitRun, trace_real_fit
 from lightning_vram.memory.tracking.timeline import Category
-from lightning_vram.techniques.quantize_frozen_weights import (
-    QuantizedWeight,
-    quantize_frozen_weights,
-)
+from lightning_vram.techniques.quantize_frozen_weights import QuantizedWeight, quantize_frozen_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-class Saving(pl.Callback):
-    """Saves a checkpoint after each epoch, as a run would."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        trainer.save_checkpoint(self.path)
 
 
 def rounded(bits: int = 8, make: Any = LitLoRA) -> LitLoRA:

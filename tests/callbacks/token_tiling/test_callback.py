@@ -5,17 +5,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from callbacks.chunked_loss.test_callback import IN_16_BITS, MODES, STRATEGIES, Lit, Manual, Sharded
+from callbacks.chunked_loss.language_models import IN_16_BITS, MODES, STRATEGIES, Lit, Manual, Sharded
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from lightning_vram import (
-    ActivationCheckpointing,
-    ChunkedLoss,
-    TokenTiling,
-)
+from lightning_vram import ActivationCheckpointing, ChunkedLoss, TokenTiling
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 NUM_TOKENS, WIDTH = 24, 8

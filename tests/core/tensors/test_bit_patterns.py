@@ -6,13 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_vram.core.tensors.codecs import (
-    add_compensation_,
-    compensate_,
-    join_,
-    rounded_by_place,
-    split_,
-)
+from lightning_vram.core.tensors.codecs import add_compensation_, compensate_, join_, rounded_by_place, split_
 
 patterns = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=32)
 pairs = st.lists(st.tuples(st.integers(-(2**15), 2**15 - 1), st.integers(-(2**15), 2**15 - 1)), min_size=1, max_size=32)

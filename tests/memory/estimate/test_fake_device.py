@@ -11,13 +11,7 @@ from support.helpers import TinyGPT
 from torch import nn
 from torch.optim import AdamW
 
-from lightning_vram.memory.estimate.fake_device import (
-    FAKE_GPU,
-    FakeTensors,
-    UntouchedWeights,
-    fake_device,
-    fake_ranks,
-)
+from lightning_vram.memory.estimate.fake_device import FAKE_GPU, FakeTensors, UntouchedWeights, fake_device, fake_ranks
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.private_names.dispatcher import FakeTensor
 

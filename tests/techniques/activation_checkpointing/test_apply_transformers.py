@@ -9,13 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
 from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.techniques.activation_checkpointing.apply import apply_activation_checkpointing

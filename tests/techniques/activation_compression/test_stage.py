@@ -3,14 +3,15 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.helpers import describe_module, saved_bytes
 from support.networks import make_network
+from techniques.saved_tensors import attention, both, byte_gpt, is_same, lstm
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.core.layers import select_layers
-from lightning_vram.demos import ByteGPT, DigitsResNet
+from lightning_vram.demos import DigitsResNet
 from lightning_vram.techniques.activation_compression import stage as compression_stage
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
@@ -66,12 +67,6 @@ def gradients(compute_loss: Callable[[], Tensor], wanted: list[Tensor], context:
     return [loss.detach(), *torch.autograd.grad(loss, wanted, allow_unused=True), torch.get_rng_state()]
 
 
-def is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
 def assert_same_gradients(
     compute_loss: Callable[[], Tensor], wanted: list[Tensor], **options: object
 ) -> CompressionStage:
@@ -94,22 +89,6 @@ def matrix(seed: int = 0) -> Tensor:
 def digits_resnet() -> tuple[nn.Module, Callable[[], Tensor]]:
     net, images, labels = DigitsResNet().train(), torch.randn(4, 1, 8, 8), torch.randint(10, (4,))
     return net, lambda: F.cross_entropy(net(images), labels)
-
-
-def byte_gpt() -> tuple[nn.Module, Callable[[], Tensor]]:
-    net, tokens = ByteGPT(1, 32, 4, 32, dropout=0.5).train(), torch.randint(256, (4, 33))
-    return net, lambda: F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def lstm() -> tuple[nn.Module, Callable[[], Tensor]]:
-    net, x = nn.LSTM(8, 16, 2, dropout=0.5), torch.randn(12, 4, 8)
-    return net, lambda: net(x)[0].square().mean()
-
-
-def attention() -> tuple[nn.Module, Callable[[], Tensor]]:
-    net, x = nn.MultiheadAttention(16, 2, dropout=0.3, batch_first=True), torch.randn(3, 9, 16)
-    mask = torch.rand(3, 9) > 0.8
-    return net, lambda: net(x, x, x, key_padding_mask=mask)[0].square().mean()
 
 
 def unet() -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -617,12 +596,6 @@ def test_layers_nested_reused_and_failing_are_left_when_they_are_left(error: Bas
 
 
 # The chain
-
-
-@contextmanager
-def both(outer: AbstractContextManager, inner: AbstractContextManager) -> Iterator[None]:
-    with outer, inner:
-        yield
 
 
 def test_what_it_makes_and_what_it_leaves_is_handed_on() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from techniques.activation_compression.test_stage import is_same
+from techniques.saved_tensors import is_same
 from torch import Tensor
 
 from lightning_vram.techniques.activation_compression.stage import CompressionStage

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from techniques.activation_compression.test_stage import attention, byte_gpt, lstm
+from techniques.saved_tensors import attention, byte_gpt, lstm
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint

@@ -4,8 +4,8 @@ from contextlib import nullcontext
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from techniques.activation_compression.test_stage import both
-from techniques.in_place_fusion.recomputation.test_stage_random_programs import is_same, run, steps
+from techniques.in_place_fusion.random_programs import run, steps
+from techniques.saved_tensors import both, is_same
 
 from lightning_vram.techniques.activation_offload.stage import ActivationOffloading
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation

@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_vram.techniques.in_place_fusion.observed_links import Link, StepObserver
-from lightning_vram.techniques.in_place_fusion.policy import (
-    BATCH_NORMS,
-    CONVOLUTIONS,
-    can_fold,
-    fold_frozen_batch_norm,
-)
+from lightning_vram.techniques.in_place_fusion.policy import BATCH_NORMS, CONVOLUTIONS, can_fold, fold_frozen_batch_norm
 from lightning_vram.techniques.in_place_fusion.recomputation import Recomputation
 
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
