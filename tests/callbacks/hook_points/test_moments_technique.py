@@ -1,4 +1,4 @@
-"""What ``MomentsInBF16`` and ``LowBitOptimizer`` refuse alike, and which optimizers they take in."""
+"""What ``MomentsInBF16`` and ``LowBitOptimizer`` refuse alike, which optimizers they take in, and what they leave."""
 
 import re
 from functools import partial
@@ -15,6 +15,7 @@ from torch.optim import SGD, RMSprop
 
 from lightning_vram import LowBitOptimizer, MomentsInBF16
 from lightning_vram.core.tensors.codecs import LowBitTensor
+from lightning_vram.optimizers.step_round import owner_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 IN_4_BITS = partial(LowBitOptimizer, bits=4)
@@ -131,3 +132,20 @@ def test_parameters_without_such_moments_train_as_they_would_and_are_named(strat
     named = name if strategy == "auto" else f"fsdp_offload (moments in {'bf16' if make is MomentsInBF16 else '4bit'})"
     message = f"{named} does not change the moments of parameters that are not dense float32: {kinds}."
     assert caplog.messages.count(message) == 1
+
+
+@both
+def test_it_is_undone_after_the_fit(make, name, fit):
+    model = fit(partial(Layers, num_batches=3), make())
+    (optimizer,) = model.trainer.optimizers
+    before = [(state["exp_avg"] + 0).float() for state in optimizer.state.values()]
+    assert owner_of(optimizer) is None
+    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for state, moment in zip(optimizer.state.values(), before, strict=True):
+        assert {type(value) for value in state.values()} == {Tensor}
+        assert state["exp_avg"].dtype == torch.float32
+        assert torch.equal(state["exp_avg"], moment / 2)
+    assert not optimizer._optimizer_step_pre_hooks

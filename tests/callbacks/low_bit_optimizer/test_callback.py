@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_vram import LowBitOptimizer, OptimizerInBackward
 from lightning_vram.core.tensors.codecs import LowBitTensor
-from lightning_vram.optimizers.step_round import owner_of
 from lightning_vram.private_names.fsdp2 import local_shard
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -103,21 +102,6 @@ def test_checkpoints_are_plain_and_load_with_and_without(first, second, fit, tmp
             assert (moment - state["exp_avg"]).norm() < {8: 0.01, 4: 0.2}[second] * moment.norm()
         else:
             assert torch.equal(moment, state["exp_avg"])
-
-
-def test_it_is_undone_after_the_fit(fit):
-    model = fit(partial(Layers, num_batches=3), LowBitOptimizer())
-    (optimizer,) = model.trainer.optimizers
-    before = [state["exp_avg"] + 0 for state in optimizer.state.values()]
-    assert owner_of(optimizer) is None
-    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for state, moment in zip(optimizer.state.values(), before, strict=True):
-        assert {type(value) for value in state.values()} == {Tensor}
-        assert torch.equal(state["exp_avg"], moment / 2)
-    assert not optimizer._optimizer_step_pre_hooks
 
 
 @pytest.mark.distributed

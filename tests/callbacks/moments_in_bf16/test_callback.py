@@ -11,7 +11,6 @@ from support.offload_nets import leave_group
 from torch import Tensor, nn
 
 from lightning_vram import MomentsInBF16
-from lightning_vram.optimizers.step_round import owner_of
 from lightning_vram.private_names.fsdp2 import local_shard
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -78,17 +77,3 @@ def test_a_resumed_run_ends_at_the_same_bits(fit, tmp_path):
     train = partial(fit, partial(Layers, num_batches=6), MomentsInBF16(), **options)
     train().trainer.save_checkpoint(tmp_path / "last.ckpt")
     assert_equal_weights(train(ckpt_path=tmp_path / "last.ckpt", max_epochs=2), train(max_epochs=2))
-
-
-def test_it_is_undone_after_the_fit(fit):
-    model = fit(partial(Layers, num_batches=3), MomentsInBF16())
-    (optimizer,) = model.trainer.optimizers
-    before = [state["exp_avg"].float() for state in optimizer.state.values()]
-    assert owner_of(optimizer) is None
-    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for state, moment in zip(optimizer.state.values(), before, strict=True):
-        assert state["exp_avg"].dtype == torch.float32
-        assert torch.equal(state["exp_avg"], moment / 2)
