@@ -8,7 +8,7 @@ from support.plans import FUSION, OFFLOAD, checkpointing, measured, plan_of, tri
 
 from lightning_vram.memory.units import GIB
 from lightning_vram.planner.scheme import Part
-from lightning_vram.report.drawing import as_figure
+from lightning_vram.report.drawing import WIDTH, as_figure
 
 pytest.importorskip("matplotlib", reason="the extra plots")
 from support.pictures import assert_no_text_meets_another
@@ -43,14 +43,29 @@ def test_a_run_that_fits_is_drawn_as_well():
     assert "1. the plan: baseline" in texts(figure_of(plan))
 
 
-def test_markers_are_in_order_of_their_times_and_sizes():
-    drawing = ElementTree.fromstring(re.search(r"<svg.*?</svg>", picture(plan_of()).page())[0])
+def drawing_of(plan) -> tuple[ElementTree.Element, list[tuple[float, float]]]:
+    """The drawing on the page, and where its markers are."""
+    drawing = ElementTree.fromstring(re.search(r"<svg.*?</svg>", picture(plan).page())[0])
     marks = [found for found in drawing if (found.get("class") or "").startswith("mark")]
-    assert len(marks) == 7
-    places = [(float(found.get("cx")), float(found.get("cy"))) for found in marks]
+    return drawing, [(float(found.get("cx")), float(found.get("cy"))) for found in marks]
+
+
+def test_markers_are_in_order_of_their_times_and_sizes():
+    _, places = drawing_of(plan_of())
+    assert len(places) == 7
     first, plan, last = places[0], places[2], places[6]  # 4000, 2040, 700 MiB; 1.0, 1.15, 1.8 times
     assert (plan[0] - first[0]) / (last[0] - first[0]) == pytest.approx(0.15 / 0.8, abs=0.01)
     assert (plan[1] - first[1]) / (last[1] - first[1]) == pytest.approx(1960 / 3300, abs=0.01)
+
+
+def test_one_that_is_far_slower_stands_at_the_edge_and_nothing_leaves_the_drawing():
+    drawing, places = drawing_of(plan_of((*tried(), measured(OFFLOAD, OFFLOAD, mib=600, ms=900))))
+    assert places[7][0] == max(x for x, _ in places)
+    assert "9.00x" in [found.text for found in drawing if found.tag == "text"]
+    for found in drawing:
+        if found.tag in ("rect", "text", "circle"):
+            assert 0 <= float(found.get("x") or found.get("cx")) <= WIDTH
+            assert 0 <= float(found.get("y") or found.get("cy")) <= 460
 
 
 def test_the_table_has_every_choice():
