@@ -129,7 +129,7 @@ def _chains_of(code: CodeType) -> frozenset[Chain]:
         if chain:
             found.add(tuple(chain))
         chain = []
-    return found.union(*(_chains_of(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+    return frozenset(found).union(*(_chains_of(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 Group = list[nn.Module]
