@@ -94,7 +94,7 @@ def test_manual_optimization_with_the_precision_plugin(same_as_baseline):
     same_as_baseline(GAN, baseline=plain, strategy=strategy, plugins=[LeanMixedPrecision("bf16")])
 
 
-@pytest.mark.slow_except("MicroBatching")
+@pytest.mark.slow_except("MicroBatching", "ActivationOffload")
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_callbacks_on_two_ranks(name, same_as_baseline):
     options = {"devices": 2, "use_distributed_sampler": False}
