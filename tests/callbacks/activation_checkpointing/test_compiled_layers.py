@@ -62,6 +62,9 @@ def test_a_budget_for_compiled_layers_is_refused(part, make_trainer):
 
 
 def test_layers_outside_of_compiled_code_share_a_budget(fit):
-    callback = ActivationCheckpointing("net.blocks.1", budget="168KiB")
+    roomy = ActivationCheckpointing("net.blocks.1", budget="1GiB")
+    fit(make_compiled, roomy)
+    saved = re.match(r"All activations, ([\d.]+) KiB, are within", roomy.layer_table)[1]  # differs with the compiler
+    callback = ActivationCheckpointing("net.blocks.1", budget=f"{float(saved) - 1}KiB")
     assert_equal_weights(fit(make_compiled, callback), fit(make_compiled))
     assert "net.blocks.1" in callback.layer_table
