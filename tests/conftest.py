@@ -27,7 +27,7 @@ from lightning_vram.memory.device import accelerators
 
 torch.set_num_threads(1)  # the models are tiny; more threads only fight with pytest-xdist
 
-# each Trainer reads the metadata of all packages
+# Every Trainer reads the metadata of all installed packages, which takes as long as a small fit.
 registry.entry_points = cache(registry.entry_points)  # type: ignore[attr-defined]
 
 
