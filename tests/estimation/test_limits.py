@@ -167,7 +167,7 @@ ROOMY = replace(TINY, memory_bytes=2**44)
 OUT_OF_BOUNDS = "IndexError: index 40 is out of bounds for dimension 0 with size 40"
 
 
-@pytest.mark.slow_except("slice", "tokens")
+@pytest.mark.slow_except("slice")
 @pytest.mark.parametrize(
     ("look", "device", "reason"),
     [

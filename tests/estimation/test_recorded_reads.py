@@ -100,6 +100,7 @@ def test_on_a_card_no_other_batch_is_tried():
     assert any(note.startswith("No other batch is tried: the step ran on the CPU") for note in estimate.notes)
 
 
+@pytest.mark.slow
 def test_recomputation_and_parts_of_a_batch_read_the_same():
     torch.manual_seed(0)
     module, run = BlocksThatRead(), FitRun({})

@@ -299,6 +299,7 @@ def test_the_trainer_can_be_pickled_within_the_fit(plugin, fit):
     fit(lit_gpt, Pickles(), plugins=[plugin])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # dynamo's
 def test_results_are_those_of_lightning_when_compiled(same_as_baseline):
     def make():

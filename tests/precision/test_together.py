@@ -142,6 +142,7 @@ def fit_sharded(fit, tmp_path):
     return fit_sharded
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_sharded_results_are_those_of_lightning(fit_sharded):
     plain = fit_sharded(MixedPrecision("16-mixed", "cpu"))

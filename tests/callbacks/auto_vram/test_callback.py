@@ -199,6 +199,7 @@ def test_the_largest_of_the_first_batches_is_planned_for_and_a_larger_one_is_tol
     ]
 
 
+@pytest.mark.slow
 def test_looking_at_batches_changes_neither_data_nor_random_numbers(fit):
     class Shuffled(LitLengths):
         shuffles = True

@@ -39,6 +39,7 @@ def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decision, "_LEAST_SECONDS", 30.0)
 
 
+@pytest.mark.slow
 def test_when_time_is_up_the_fastest_that_was_found_is_taken(fit, slow_clock, caplog):
     caplog.set_level(logging.INFO, "lightning.pytorch")
     auto = AutoVRAM(int(0.9 * PLAIN_BYTES))

@@ -123,6 +123,7 @@ def test_out_of_memory_on_all_ranks_under_fsdp2_leaves_no_trace(fit, where) -> N
     assert_equal(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_recover(), reason="needs torch 2.13")
 def test_out_of_memory_on_one_rank_under_fsdp2_is_an_error_and_no_hang(fit, monkeypatch) -> None:
     monkeypatch.setattr("lightning_vram.callbacks.micro_batching.runner._SILENCE_SECONDS", 2.0)
@@ -157,6 +158,7 @@ class Uneven(ShardedRegression):
         return DataLoader(samples[:15] if self.trainer.global_rank == 0 else samples[15:24], batch_size=8)
 
 
+@pytest.mark.slow
 def test_ranks_with_fewer_samples_under_fsdp2_keep_step_with_parts_that_count_for_nothing(fit) -> None:
     options = {"model_class": Uneven, "is_sharded": True, "use_distributed_sampler": False}
     expected = fit([], **options)
@@ -179,6 +181,7 @@ class UnevenEvaluation(LitRegression):
     predict_dataloader = val_dataloader
 
 
+@pytest.mark.slow
 def test_in_evaluation_under_ddp_ranks_decide_for_themselves(fit, make_trainer) -> None:
     options = {"model_class": UnevenEvaluation, "heavy": "forward", "limit_val_batches": None}
     options["use_distributed_sampler"] = False

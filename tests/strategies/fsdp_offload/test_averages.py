@@ -191,6 +191,7 @@ class SavingCounted(Counted, Saving):
     pass
 
 
+@pytest.mark.slow
 def test_two_ranks_have_half_of_the_average_each_and_four_bytes_for_each_weight(train, tmp_path):
     average = AVERAGES["EMA"]
     train(SavingCounted, OnTwo(state_dict_type="sharded"), average, devices=2, num_sanity_val_steps=0)

@@ -102,6 +102,7 @@ class Spread(Split):
         assert self.trainer.world_size == 1 or isinstance(self.net.blocks[0].linear1.weight, DTensor)
 
 
+@pytest.mark.quick_sample(1)
 @pytest.mark.parametrize(
     ("make", "devices", "arguments"),
     [(GANOnTwoRanks, 2, {}), (Spread, 4, {"shard": "hybrid", "data_parallel_replicate_size": 2})],

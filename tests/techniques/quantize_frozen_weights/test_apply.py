@@ -119,6 +119,7 @@ def test_a_model_with_adapters_trains_as_one_with_the_decoded_weights(is_autocas
         assert_same(*(train(one, batch) for one in pair))
 
 
+@pytest.mark.slow
 def test_compiled_without_a_break_it_does_the_same_and_keeps_no_weight():
     pair, batch = make_pair(LoRANet(), 4), tokens()
     torch._dynamo.reset()

@@ -195,6 +195,7 @@ def without(kind, *prefixes):
     return {name for name in stock_weights(kind) if not name.startswith(prefixes)}
 
 
+@pytest.mark.quick_sample(11)  # not the last, which is compiled
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
