@@ -86,10 +86,8 @@ def test_tokens_that_fit_are_those_of_the_estimator(way):
         assert least <= rows[0]["memory_bytes"] < more
 
 
-OF_MINUTES = {"one_24gb_card.md": [pytest.mark.minutes]}
-WITH_COMMANDS = [
-    pytest.param(path, marks=OF_MINUTES.get(path.name, []), id=title(path)) for path in SITUATIONS if commands_in(path)
-]
+marks = {"one_24gb_card": pytest.mark.minutes}
+WITH_COMMANDS = [pytest.param(p, marks=marks.get(p.stem, ()), id=title(p)) for p in SITUATIONS if commands_in(p)]
 
 
 @pytest.mark.slow

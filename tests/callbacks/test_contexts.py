@@ -142,7 +142,7 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
     return max(float((one[name] - other[name]).abs().max()) for name in one.keys() & other.keys())
 
 
-@pytest.mark.quick_sample(8)
+@pytest.mark.slow_except("ActivationOffload-CPU", "ChunkedLoss-CPU", "QuantizeFrozenWeights-fp16", "MetricOffload-DDP")
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "context"), CELLS)
 def test_training_ends_as_the_table_has_it(name, context, make_trainer, tmp_path):

@@ -217,6 +217,7 @@ def normed(module, ids, x):
     return x + module.norm(x.mean(1))[:, None]
 
 
+@pytest.mark.slow
 def test_where_a_norm_takes_no_single_sample_the_law_is_made_of_larger_batches():
     estimate = estimate_memory(Sequences(normed), a_batch(2), device=TINY)
     assert estimate.max_batch_size > 100

@@ -196,7 +196,7 @@ def make(name: str) -> tuple[pl.LightningModule, Batch]:
     return make_module(), make_batch()
 
 
-@pytest.mark.slow_except("graphs", "clipped by hand")
+@pytest.mark.slow_except("graphs")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_estimate_is_near_real_steps(name):
     real_bytes = trace_real_fit(*make(name), FitRun({})).stage("train").peak_bytes

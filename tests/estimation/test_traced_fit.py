@@ -173,6 +173,7 @@ def test_a_step_on_fakes_is_that_on_real_tensors(case: str) -> None:
         assert found == expected, f"{stage}: {_first_difference(expected, found)}"
 
 
+@pytest.mark.slow_except("compression")
 @pytest.mark.parametrize("run", ["fusion", "compression"])
 def test_what_is_verified_in_the_first_step_takes_its_memory_on_fakes_too(run: str) -> None:
     real, fake = _both(f"gpt: {run}")
@@ -180,6 +181,7 @@ def test_what_is_verified_in_the_first_step_takes_its_memory_on_fakes_too(run: s
     assert _events(fake.stage(FIRST_STEP)) == _events(real.stage(FIRST_STEP))
 
 
+@pytest.mark.slow
 def test_blocks_that_hold_offloaded_activations_are_pinned_bytes_of_the_host() -> None:
     module, batch = _gpt()
 

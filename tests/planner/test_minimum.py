@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planner.models import Wide
+from support.planned_models import Wide
 from support.plans import CHECKPOINTING, measured
 
 from lightning_vram import plan_memory

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from planner.models import Wide
+from support.planned_models import Wide
 
 from lightning_vram import DeviceSpec, plan_memory
 from lightning_vram.demos import ByteGPT

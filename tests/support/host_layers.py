@@ -65,3 +65,9 @@ def exceptions(module: pl.LightningModule) -> int:
     return sum(
         flat_shard.split.nbytes - 4 * flat_shard.numel for flat_shard in flat_shards if flat_shard.split is not None
     )
+
+
+class Loaded(Layers):
+    def on_train_start(self) -> None:
+        states = self.trainer.optimizers[0].state.values()
+        self.moments = [state["exp_avg"].clone() for state in states]

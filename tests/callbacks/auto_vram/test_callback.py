@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import lightning.pytorch as pl
 import pytest
 import torch
-from callbacks.auto_vram.models import LitGPT
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from support.helpers import ForkingOffload, TinyByteGPT, assert_equal_weights
+from support.planned_models import LitGPT
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_vram import ActivationCheckpointing, AutoVRAM, VRAMMonitor

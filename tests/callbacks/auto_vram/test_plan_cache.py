@@ -9,9 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from callbacks.auto_vram.models import LitGPT
 from lightning.pytorch.loggers import CSVLogger
 from support.helpers import assert_equal_weights
+from support.planned_models import LitGPT
 from support.plans import IN_PARTS, checkpointing, measured, tried
 from torch import nn
 
@@ -43,6 +43,7 @@ def plan(fit, caplog) -> Callable[..., tuple[LitGPT, str, str]]:
     return run
 
 
+@pytest.mark.slow
 def test_the_next_run_takes_the_plan_and_traces_the_step_alone(plan, monkeypatch, tmp_path):
     plain, scheme, said = plan(TIGHT)
     (path,) = tmp_path.glob("auto_vram/*")

@@ -9,9 +9,9 @@ from itertools import count
 import lightning.pytorch as pl
 import pytest
 import torch
-from callbacks.auto_vram.models import LitGPT
 from lightning.pytorch.callbacks import Callback
 from support.helpers import assert_equal_weights
+from support.planned_models import LitGPT
 from torch import Tensor
 
 from lightning_vram import AutoVRAM

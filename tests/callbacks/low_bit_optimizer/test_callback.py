@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pytorch_optimizer import Lion
 from support.helpers import Forking, ForkingOffload, assert_equal_weights
-from support.host_layers import ADAMW, Layers
+from support.host_layers import ADAMW, Layers, Loaded
 from support.offload_nets import leave_group
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -77,12 +77,6 @@ def test_a_resumed_run_ends_at_the_same_bits(bits, optimizer, options, fit, tmp_
     train = partial(fit, partial(Layers, optimizer, num_batches=6), LowBitOptimizer(bits), **options)
     train().trainer.save_checkpoint(tmp_path / "last.ckpt")
     assert_equal_weights(train(ckpt_path=tmp_path / "last.ckpt", max_epochs=2), train(max_epochs=2))
-
-
-class Loaded(Layers):
-    def on_train_start(self) -> None:
-        states = self.trainer.optimizers[0].state.values()
-        self.moments = [state["exp_avg"].clone() for state in states]
 
 
 @pytest.mark.parametrize(("first", "second"), [(8, None), (None, 4), (4, 8)])

@@ -96,6 +96,7 @@ def assert_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> No
         assert one["metrics"] == other["metrics"]
 
 
+@pytest.mark.slow_except("ddp")
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_micro_batches_give_gradients_and_metrics_of_the_whole_batch(fit, is_sharded: bool) -> None:
     options = {"is_sharded": is_sharded, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}

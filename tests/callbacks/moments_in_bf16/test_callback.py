@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.helpers import ForkingOffload, assert_equal_weights
-from support.host_layers import Layers
+from support.host_layers import Layers, Loaded
 from support.offload_nets import leave_group
 from torch import Tensor, nn
 
@@ -39,12 +39,6 @@ def test_moments_are_bf16_and_training_is_close(fit):  # other optimizers: optim
     ours, theirs = (torch.cat([p.detach().flatten() for p in one.parameters()]) for one in (narrow, plain))
     assert not torch.equal(ours, theirs)
     assert (ours - theirs).norm() < 0.02 * theirs.norm()
-
-
-class Loaded(Layers):
-    def on_train_start(self) -> None:
-        states = self.trainer.optimizers[0].state.values()
-        self.moments = [state["exp_avg"].clone() for state in states]
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])

@@ -46,7 +46,7 @@ def test_the_screen_is_left_as_it_was():
     assert "\x1b[?25h" in text  # the cursor is seen again
 
 
-@pytest.mark.slow_except("estimate_memory")
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [estimate_memory, plan_memory], ids=lambda work: work.__name__)
 def test_python_calls_show_what_they_do_unless_the_caller_listens(work, monkeypatch):
     seen, heard = [], []

@@ -44,7 +44,6 @@ def test_a_run_that_fits_is_drawn_as_well():
 
 
 def drawing_of(plan) -> tuple[ElementTree.Element, list[tuple[float, float]]]:
-    """The drawing on the page, and where its markers are."""
     drawing = ElementTree.fromstring(re.search(r"<svg.*?</svg>", picture(plan).page())[0])
     marks = [found for found in drawing if (found.get("class") or "").startswith("mark")]
     return drawing, [(float(found.get("cx")), float(found.get("cy"))) for found in marks]

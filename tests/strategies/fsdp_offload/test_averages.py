@@ -94,7 +94,7 @@ def test_averages_are_those_of_a_plain_run(make, average, train):
 
 
 @pytest.mark.usefixtures("_small_parts")
-@pytest.mark.quick_sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", MODES.values(), ids=MODES)
 def test_wherever_the_shards_are(offload, train):
     average = AVERAGES["EMA"]

@@ -357,7 +357,7 @@ class Written(Handled):
             torch.save(weights, f"{self.trainer.default_root_dir}/{self.trainer.strategy.arguments.master}.pt")
 
 
-@pytest.mark.quick_sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.01}, {"accumulate_grad_batches": 2}])
 @pytest.mark.parametrize("form", ["8bit", "bf16", "fp32"])
 def test_two_ranks_train_to_the_same_bits(form, options, fit_layers, tmp_path):

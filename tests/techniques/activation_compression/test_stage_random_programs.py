@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from techniques.in_place_fusion import random_programs
+from techniques.in_place_fusion.random_programs import SIDE, Unary
 from techniques.saved_tensors import is_same
 from torch import Tensor
 
 from lightning_vram.techniques.activation_compression.stage import CompressionStage
 
-SIDE = 6
 NUM_CASES = int(os.environ.get("NUM_RANDOM_PROGRAMS", "300"))
 
-Unary = Callable[[Tensor], Tensor]
 NEW: list[Unary] = [
     F.relu,
     lambda x: F.relu(x) + 0.5,
@@ -43,15 +43,7 @@ NEW: list[Unary] = [
     lambda x: x.to(torch.bfloat16).relu().to(torch.float32),
     lambda x: F.max_unpool2d(*F.max_pool2d(x[None], 2, return_indices=True), 2)[0],
 ]
-VIEWS: list[Unary] = [
-    lambda x: x.t(),
-    lambda x: x.view(-1).view(SIDE, SIDE) if x.is_contiguous() else x.reshape(SIDE, SIDE),
-    lambda x: x[:],
-    lambda x: x.detach(),
-    lambda x: x.unsqueeze(0).expand(2, -1, -1)[0],
-    lambda x: torch.stack(x.unbind(0)),
-    lambda x: x[1:3].repeat(3, 1),
-]
+VIEWS: list[Unary] = [*random_programs.VIEWS, lambda x: x[1:3].repeat(3, 1)]
 BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
     torch.add,
     torch.mul,
