@@ -86,8 +86,8 @@ def test_tokens_that_fit_are_those_of_the_estimator(way):
         assert least <= rows[0]["memory_bytes"] < more
 
 
-marks = {"one_24gb_card": pytest.mark.minutes}
-WITH_COMMANDS = [pytest.param(p, marks=marks.get(p.stem, ()), id=title(p)) for p in SITUATIONS if commands_in(p)]
+OF_MINUTES = {"one_24gb_card": pytest.mark.minutes}
+WITH_COMMANDS = [pytest.param(p, marks=OF_MINUTES.get(p.stem, ()), id=title(p)) for p in SITUATIONS if commands_in(p)]
 
 
 @pytest.mark.slow

@@ -156,8 +156,8 @@ def find(fault: Fault, clone: Path, tests: Path, limit_s: float) -> dict[str, ob
 def _run(command: list[str], clone: Path, limit_s: float) -> tuple[int, str]:
     """Run pytest in a session of its own: what hangs is ended with the ranks it has forked."""
     env = {**os.environ, "PYTHONPATH": str(clone)}
-    to_file = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=clone, env=env, start_new_session=True, **to_file) as run:
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=clone, env=env, start_new_session=True, **piped) as run:
         try:
             output, _ = run.communicate(timeout=limit_s)
         finally:
@@ -170,14 +170,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--skip", type=int, default=0, help="leave out so many of them, which an earlier call has run")
-    parser.add_argument("--only", action="append", help="FILE:LINE; this one, and others named like this")
+    parser.add_argument("--only", action="append", metavar="FILE:LINE", help="of them only this; may be repeated")
     parser.add_argument("--tests", type=Path, default=ROOT, help="the checkout whose committed tests are run")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=600, help="seconds for the tests of one fault")
     parser.add_argument("-o", type=Path, required=True)
     arguments = parser.parse_args()
-    faults = draw(ROOT / "lightning_vram", arguments.faults, arguments.seed)[arguments.skip :]
+    faults = draw(ROOT / "lightning_vram", arguments.faults, arguments.seed)
     if arguments.only:
         faults = [fault for fault in faults if f"{fault.file}:{fault.line}" in arguments.only]
     clones: Queue[Path] = Queue()

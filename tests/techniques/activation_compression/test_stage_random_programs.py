@@ -107,11 +107,7 @@ def run(
         loss = sum((tensor * (index + 1)).square().mean() for index, tensor in enumerate(tensors[-3:]))
         loss = loss + (tensors[-1] @ weights[1]).square().mean()
     tensors.clear()
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        return "refused" if "modified by an inplace operation" in str(error) else str(error)
-    return [loss.detach(), *(weight.grad for weight in weights), torch.get_rng_state()]
+    return random_programs.outcome(loss, weights)
 
 
 @pytest.mark.parametrize("num_cases", [60, pytest.param(NUM_CASES, marks=pytest.mark.slow)])
