@@ -14,15 +14,17 @@ from functools import partial
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_vram.core.patching import MethodPatch
+from lightning_vram.memory.device.accelerators import shares_host_memory
 from lightning_vram.optimizers.library_moments import Library, why_not_installed
 from lightning_vram.optimizers.low_precision import LowPrecisionMoments
 from lightning_vram.optimizers.moment_forms import FORMS, HostState, StateForm, UpdateCheck, describe_unsupported
@@ -135,6 +137,14 @@ class FitTechnique(Callback, ABC):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         withdraw_from_strategy_setup(trainer)
         self._undo()
+
+
+def frees_nothing(name: str, device: torch.device) -> bool:
+    """Warn, and return ``True``, if ``device`` computes in host memory: what is offloaded there frees nothing."""
+    is_shared = shares_host_memory(device)
+    if is_shared:
+        rank_zero_warn(f"{name} offloads nothing: {device} shares the memory of the host, so offloading frees none.")
+    return is_shared
 
 
 class Depth(IntEnum):

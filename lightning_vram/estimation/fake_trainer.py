@@ -194,9 +194,9 @@ def leave_out_reducer(strategy: Strategy, label: Callable[[Sequence[Tensor]], No
         buckets = [parameter.new_zeros(parameter.shape) for parameter in parameters]  # DDP joins them up to 25 MiB each
         label(buckets)
         strategy.ddp_buckets = buckets  # type: ignore[attr-defined]  # as long as it
-        if ddp_arguments(strategy).get("gradient_as_bucket_view"):  # type: ignore[arg-type]
-            for bucket, parameter in zip(buckets, parameters, strict=True):
-                parameter.register_post_accumulate_grad_hook(partial(_move_into, bucket))
+        reduce = _move_into if ddp_arguments(strategy).get("gradient_as_bucket_view") else _copy_through  # type: ignore[arg-type]
+        for bucket, parameter in zip(buckets, parameters, strict=True):
+            parameter.register_post_accumulate_grad_hook(partial(reduce, bucket))
 
     if isinstance(strategy, DDPStrategy):
         strategy.configure_ddp = hold_buckets  # type: ignore[method-assign]
@@ -206,6 +206,12 @@ def _move_into(view: Tensor, parameter: nn.Parameter) -> None:
     if parameter.grad is not None and parameter.grad is not view:
         view.copy_(parameter.grad)
         parameter.grad = view
+
+
+def _copy_through(bucket: Tensor, parameter: nn.Parameter) -> None:
+    if parameter.grad is not None:
+        bucket.copy_(parameter.grad)
+        parameter.grad.copy_(bucket)
 
 
 def add_silent_logger(trainer: pl.Trainer) -> None:

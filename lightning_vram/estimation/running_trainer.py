@@ -152,7 +152,7 @@ def describe_device(device: torch.device, num_bytes: int) -> DeviceSpec:
     memory_bytes = max(1, num_bytes)
     if device.type == "cpu":
         return DeviceSpec("cpu", memory_bytes)
-    return replace(describe_this_device(), name=str(device), memory_bytes=memory_bytes, context_bytes=0)
+    return replace(describe_this_device(device.type), name=str(device), memory_bytes=memory_bytes, context_bytes=0)
 
 
 def _bytes_on(device: torch.device, module: pl.LightningModule) -> int:

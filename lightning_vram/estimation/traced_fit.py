@@ -244,7 +244,14 @@ def _fake_fit(module: pl.LightningModule, batch: Any, run: FitRun, num_batches: 
     with ExitStack() as stack:
         stack.enter_context(fake_trainer.isolated())
         num_bytes = run.card.memory_bytes if run.card is not None else 0
-        fakes_of = fake_device(num_bytes=num_bytes, allocated_bytes=live_bytes, on_pin=note_pinned, reads=run.reads)
+        is_shared = run.card is not None and run.card.shares_host_memory
+        fakes_of = fake_device(
+            num_bytes=num_bytes,
+            allocated_bytes=live_bytes,
+            on_pin=note_pinned,
+            reads=run.reads,
+            shares_host_memory=is_shared,
+        )
         mode, values = stack.enter_context(fakes_of)
         if run.card is not None:
             capability = run.card.capability or _USUAL_CAPABILITY

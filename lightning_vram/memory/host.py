@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -48,11 +49,16 @@ _NAMES = {
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:
     """Estimate how much more memory this process can take, droppable page cache included; ``None``: unknown."""
-    machine = _meminfo_bytes(root, "MemAvailable")
+    machine = _meminfo_bytes(root, "MemAvailable") or _vm_stat_bytes(root)
     if machine is None:
         machine = _sysconf_bytes("SC_AVPHYS_PAGES") or _sysconf_bytes("SC_PHYS_PAGES")
     groups = (_free_bytes(group, version) for group, version in control_groups("memory", root))
     return min((one for one in (machine, *groups) if one is not None), default=None)
+
+
+def total_host_bytes(root: Path = Path("/")) -> int | None:
+    """Return the memory of the machine, as far as the kernel manages it; ``None``: unknown."""
+    return _meminfo_bytes(root, "MemTotal") or _sysconf_bytes("SC_PHYS_PAGES")
 
 
 def free_swap_bytes(root: Path = Path("/")) -> int:
@@ -66,6 +72,20 @@ def _meminfo_bytes(root: Path, name: str) -> int | None:
         if key == name and value.split()[0].isdigit():
             return int(value.split()[0]) * KIB
     return None
+
+
+_VM_STAT = "usr/bin/vm_stat"  # of macOS
+_PAGE_SIZE = re.compile(r"page size of (\d+) bytes")
+_FREE_PAGES = re.compile(r"Pages (?:free|inactive|speculative):\s*(\d+)\.")
+
+
+def _vm_stat_bytes(root: Path) -> int | None:
+    """Return what macOS has available: free pages, and inactive ones, which it compresses or drops."""
+    if not (root / _VM_STAT).exists():
+        return None
+    text = subprocess.run([root / _VM_STAT], capture_output=True, text=True, check=False).stdout
+    size = _PAGE_SIZE.search(text)
+    return None if size is None else sum(map(int, _FREE_PAGES.findall(text))) * int(size[1])
 
 
 def _sysconf_bytes(name: str) -> int | None:
@@ -114,6 +134,31 @@ def node_of_pci_device(address: str, root: Path = Path("/")) -> int | None:
         node = int(read_text(root / "sys/bus/pci/devices" / address / "numa_node"))
         return node if node != _NO_NODE else None
     return None
+
+
+def reclaimable_gpu_bytes(address: str, root: Path = Path("/")) -> int:
+    """Return the page cache that lies in the memory of a GPU, by its PCI address, and that the kernel can drop.
+
+    On GH200 and GB200 the memory of the GPU is a NUMA node of the system, unless the driver is configured to manage it
+    alone. Elsewhere 0.
+    """
+    node = re.search(r"Node:\s*(\d+)", read_text(root / "proc/driver/nvidia/gpus" / address / "numa_status"))
+    if node is None:
+        return 0
+    text = read_text(root / f"sys/devices/system/node/node{node[1]}/meminfo")
+    kib = {key: int(size) for key, size in re.findall(r"(\w+\(file\)):\s*(\d+) kB", text)}
+    return (kib.get("Inactive(file)", 0) + kib.get("Active(file)", 0) // 2) * KIB
+
+
+def is_wsl(root: Path = Path("/")) -> bool:
+    """Whether this is Linux within Windows."""
+    return "microsoft" in read_text(root / "proc/sys/kernel/osrelease").lower()
+
+
+def is_tegra(root: Path = Path("/")) -> bool:
+    """Whether this is a Jetson or another board with a Tegra chip; GB10 is none."""
+    files = ("proc/device-tree/compatible", "proc/sys/kernel/osrelease")
+    return any("tegra" in read_text(root / file) for file in files)
 
 
 def own_cores() -> frozenset[int]:

@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from operator import attrgetter
 from types import FrameType, FunctionType, ModuleType
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_vram.memory.device.accelerators import has_statistics
+from lightning_vram.memory.device.accelerators import has_cache, read_allocator
 from lightning_vram.memory.storages import ByStorage, iterate_storages
 from lightning_vram.memory.tracking.operator_listener import StorageSubscriber
 from lightning_vram.memory.units import MIB, format_bytes
@@ -41,15 +40,15 @@ class LiveBytes:
 
     def __init__(self, device: torch.device) -> None:
         self._counters: dict[str, Callable[[], int]] = {}
-        if has_statistics(device.type):
-            self._counters[str(device)] = partial(torch.get_device_module(device).memory_allocated, device)
+        if has_cache(device):
+            self._counters[str(device)] = lambda: read_allocator(device).allocated_bytes
         count = _host_counter()
         before, probe = count(), torch.empty(MIB, dtype=torch.uint8, device="cpu")
         if count() - before >= probe.nbytes // 2:  # not of jemalloc or mimalloc
             self._counters["cpu"] = count
 
     def read(self) -> dict[str, int]:
-        """Return bytes by device. Those that nobody counts are left out: the host of macOS and Windows, MPS."""
+        """Return bytes by device. Those that nobody counts are left out: the host of macOS and Windows."""
         return {name: count() for name, count in self._counters.items()}
 
 

@@ -21,7 +21,14 @@ from lightning_vram.memory.estimate.workspaces import workspaces_of
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.units import KIB, format_argument, format_bytes, parse_bytes, parse_limit
 from lightning_vram.planner import scheme as schemes
-from lightning_vram.planner.search import has_plain_strategy, may_be_guarded, mode_of, remedies_for, search
+from lightning_vram.planner.search import (
+    bucket_views,
+    has_plain_strategy,
+    may_be_guarded,
+    mode_of,
+    remedies_for,
+    search,
+)
 
 HOST = "cpu"
 # Samples of results and generator states, which features store only in real runs.
@@ -47,7 +54,12 @@ class TracedSteps:
     @property
     def may_choose_strategy(self) -> bool:
         """Whether a strategy may offload weights and states: on a GPU, with the default strategy."""
-        return self.run.card is not None and has_plain_strategy(self.run.trainer_arguments)
+        return self._may_offload and has_plain_strategy(self.run.trainer_arguments)
+
+    @property
+    def _may_offload(self) -> bool:
+        """Whether the host has memory that the device has not."""
+        return self.run.card is not None and not self.run.card.shares_host_memory
 
     def search(
         self, level: schemes.Exactness, budget_bytes: int, *, host_bytes: int | None = None, has_strategies: bool = True
@@ -55,7 +67,9 @@ class TracedSteps:
         """Find the fastest scheme that fits: the one place that answers what would make a run fit."""
         own, card = self.run.trainer_arguments, self.run.card
         limits = {"has_strategies": has_strategies, "knows_host": host_bytes is not None}
-        remedies = remedies_for(own, level, on_card=card is not None, module=self.module, **limits)
+        remedies = remedies_for(own, level, may_offload=self._may_offload, module=self.module, **limits)
+        views = [part for part in bucket_views(own, self.run.num_ranks) if part.exactness <= level]
+        remedies = replace(remedies, free=(*views, *remedies.free))
         transfer_bytes_per_s = 0.0 if card is None else bus_bytes_per_s(card) * _FORWARD_SHARE
         workload = schemes.Workload(budget_bytes, batch_size_of(self.batch) or 0, transfer_bytes_per_s, host_bytes)
         return search(self, workload, remedies)

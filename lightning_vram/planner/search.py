@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_vram.estimation.fake_trainer import as_list
 from lightning_vram.memory.units import MIB, format_argument, parse_bytes
 from lightning_vram.planner import scheme as schemes
 from lightning_vram.private_names.dispatcher import is_compiled
+from lightning_vram.private_names.lightning import ddp_arguments, has_ddp_hook
 
 EXACT, LOSSLESS, ANY = schemes.Exactness
 
@@ -73,12 +75,12 @@ def remedies_for(
     own: Mapping[str, Any],
     level: schemes.Exactness,
     *,
-    on_card: bool,
+    may_offload: bool,
     module: nn.Module | None = None,
     has_strategies: bool = True,
     knows_host: bool = False,
 ) -> Remedies:
-    """Return the features that suit a run; ``knows_host``: host memory is limited."""
+    """Return the features that suit a run; ``may_offload``: to the host; ``knows_host``: host memory is limited."""
     features = [*as_list(own.get("callbacks")), *as_list(own.get("plugins"))]
     taken = {base.__name__ for one in features for base in type(one).__mro__}
 
@@ -86,7 +88,7 @@ def remedies_for(
         return part.name not in taken and part.exactness <= level
 
     states = [schemes.Scheme()]
-    if on_card and has_strategies and has_plain_strategy(own) and level >= OPTIMIZER_ON_HOST.exactness:
+    if may_offload and has_strategies and has_plain_strategy(own) and level >= OPTIMIZER_ON_HOST.exactness:
         for part in (OPTIMIZER_ON_HOST, WEIGHTS_ON_HOST):
             states += [schemes.Scheme((one,)) for one in (part, *(leaner_on_host(part, own) if knows_host else ()))]
     lean = _precision_parts(own) if "LeanMixedPrecision" not in taken and not own.get("plugins") else []
@@ -106,14 +108,36 @@ def remedies_for(
     has_checkpoints = CHECKPOINTING.name in taken
     return Remedies(
         states=tuple(states),
-        singles=tuple(filter(suits, (FUSION, OFFLOAD, COMPRESSION) if on_card else (FUSION, COMPRESSION))),
+        singles=tuple(filter(suits, (FUSION, OFFLOAD, COMPRESSION) if may_offload else (FUSION, COMPRESSION))),
         checkpoints=not has_checkpoints,
         budgets=module is None or not is_compiled(module),  # traces run uncompiled, and would not refuse
-        offloads=on_card and not has_checkpoints and OFFLOAD.name not in taken,
+        offloads=may_offload and not has_checkpoints and OFFLOAD.name not in taken,
         cuts=suits(IN_PARTS),
         tiles=suits(TOKEN_TILING),
         free=tuple(filter(suits, (EARLY_RELEASE, CHUNKED_LOSS))),
     )
+
+
+DDP = "lightning.pytorch.strategies.DDPStrategy"
+
+
+def bucket_views(own: Mapping[str, Any], num_ranks: int) -> list[schemes.Part]:
+    """Return DDP as the user has it, with gradients as views of its buckets; nothing if that is set, or not DDP."""
+    strategy = own.get("strategy")
+    arguments: Mapping[str, Any] | None = None
+    if has_plain_strategy(own):
+        arguments = {} if num_ranks > 1 else None
+    elif strategy == "ddp_find_unused_parameters_true":
+        arguments = {"find_unused_parameters": True}
+    elif type(strategy) is DDPStrategy and not has_ddp_hook(strategy):
+        arguments = ddp_arguments(strategy)
+    is_plain = arguments is not None and all(isinstance(value, bool | int | float) for value in arguments.values())
+    if arguments is None or not is_plain or "gradient_as_bucket_view" in arguments:
+        return []
+    # Reducing divides gradients by the number of ranks; in a view, it multiplies them by its reciprocal.
+    exactness = EXACT if num_ranks & (num_ranks - 1) == 0 else LOSSLESS
+    note = "stores gradients in DDP's buckets only, not a second time"
+    return [schemes.Part(DDP, {**arguments, "gradient_as_bucket_view": True}, "strategy", exactness, note)]
 
 
 def may_be_guarded(names: Iterable[str]) -> bool:
@@ -146,7 +170,7 @@ def leaner_on_host(part: schemes.Part, own: Mapping[str, Any]) -> list[schemes.P
 def mode_of(scheme: schemes.Scheme) -> Mapping[str, Any] | None:
     """Return the arguments of a strategy that decide its device memory; ``None``: no strategy."""
     for part in scheme.parts:
-        if part.place == "strategy":
+        if part.place == "strategy" and part.class_path != DDP:
             return {name: value for name, value in part.init_args.items() if name not in ("master", "host_state")}
     return None
 
@@ -380,9 +404,11 @@ class _Search:
 
 
 def _on(start: schemes.Measured, states: schemes.Scheme) -> schemes.Scheme:
-    """Put free parts before a set, without EarlyRelease if the set handles gradients."""
-    frees = any(part.place == "strategy" or part == IN_BACKWARD for part in states.parts)
-    return schemes.Scheme((*(part for part in start.scheme.parts if part != EARLY_RELEASE or not frees), *states.parts))
+    """Put free parts before a set, without those that handle gradients if the set does."""
+    has_strategy = any(part.place == "strategy" for part in states.parts)
+    frees = has_strategy or IN_BACKWARD in states.parts
+    kept = (part for part in start.scheme.parts if part != EARLY_RELEASE or not frees)
+    return schemes.Scheme((*(part for part in kept if part.class_path != DDP or not has_strategy), *states.parts))
 
 
 def _in_parts(size: int) -> schemes.Part:

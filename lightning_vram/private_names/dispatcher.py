@@ -287,10 +287,11 @@ CONVOLUTION_FORMAT = (torch._C, "_conv_determine_backend_memory_format")
 """The function that returns the memory format of a fake convolution, from input, weight and backend."""
 
 
-def read_snapshot() -> dict[str, Any] | None:
-    """Return the allocator's state; ``None``: unavailable."""
-    read: Any = getattr(torch.cuda.memory, "_snapshot", None)
-    if read is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+def read_snapshot(kind: str) -> dict[str, Any] | None:
+    """Return the state of the allocator of devices of ``kind``; ``None``: unavailable."""
+    module = getattr(torch, kind, None)
+    read: Any = getattr(getattr(module, "memory", None), "_snapshot", None)
+    if module is None or read is None or not module.is_initialized():
         return None
     snapshot: dict[str, Any] = read()
     return snapshot

@@ -225,6 +225,11 @@ ddp_arguments: Callable[[DDPStrategy], dict[str, Any]] = attrgetter("_ddp_kwargs
 """Return the arguments of DDP, without the module."""
 
 
+def has_ddp_hook(strategy: DDPStrategy) -> bool:
+    """Whether a communication hook reduces the gradients."""
+    return strategy._ddp_comm_hook is not None
+
+
 def mesh_sizes(strategy: ModelParallelStrategy) -> dict[str, Any]:
     """Return the numbers of ranks for data and tensor parallelism, as arguments of the strategy."""
     data, tensor = strategy._data_parallel_size, strategy._tensor_parallel_size

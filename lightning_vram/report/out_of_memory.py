@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 
-from lightning_vram.memory.device.accelerators import SETTING, VARIABLES
+import torch
+
+from lightning_vram.memory.device.accelerators import SETTING, VARIABLES, supports_expandable_segments
 from lightning_vram.memory.device.out_of_memory import FailedRequest, OutOfMemorySource
 from lightning_vram.memory.units import MIB, format_bytes
 from lightning_vram.report.plan import Choice, cells
@@ -35,6 +37,7 @@ class Place:
     function: str = ""  # innermost in Python
 
 
+_MONITORS = {"cuda": "nvidia-smi" if torch.version.hip is None else "rocm-smi", "xpu": "xpu-smi ps"}
 _MANY_BATCHES, _MOSTLY = 8, 0.75
 _GROWN_SHARE = 0.05  # of what there is
 
@@ -57,6 +60,13 @@ class OutOfMemory:
     no_remedies: str = ""  # why there are none, if there are none
     cut: str = ""  # what ended the estimates of remedies early; empty: nothing
     budget_bytes: int | None = None  # that the step may use; None: unknown
+    shares_host_memory: bool = False  # whether the device does
+    ddp_views: tuple[str, ...] = ()  # DDP with gradients as views of its buckets, in Python; empty: set, or not DDP
+
+    @property
+    def kind(self) -> str:
+        """The kind of the device, such as ``"cuda"``."""
+        return self.device.partition(":")[0]
 
     @property
     def is_training(self) -> bool:
@@ -81,15 +91,22 @@ _LOSS_FUNCTIONS = ("cross_entropy", "log_softmax", "nll_loss")
 _LARGE_SHARE = 0.1  # of a device: a desktop has less
 
 
+Hint = str | Callable[[OutOfMemory], str]  # a function returns the text; empty: it does not help
+
+
 @dataclass(frozen=True)
 class Cause:
     """A cause of an out-of-memory error."""
 
     title: str
     holds: Callable[[OutOfMemory], bool]
-    hints: tuple[str, ...]  # the best first
+    hints: tuple[Hint, ...]  # the best first
     meaning: Callable[[OutOfMemory], str] = lambda found: ""
     needs_leaner_step: bool = True  # a step that needs less cures it, not only delays it
+
+    def helps(self, found: OutOfMemory) -> list[str]:
+        """Return the hints that apply, the best first."""
+        return [text for hint in self.hints if (text := hint if isinstance(hint, str) else hint(found))]
 
 
 def find_cause(found: OutOfMemory) -> Cause:
@@ -111,17 +128,38 @@ def _describe_growth(found: OutOfMemory) -> str:
     return f"Each of the last batches left {format_bytes(found.leaked_bytes or 0)} more than the one before."
 
 
+def _if_host_has_more(text: str) -> Hint:
+    """Return a hint to move something to the host, for devices with memory of their own."""
+    return lambda found: "" if found.shares_host_memory else text
+
+
+def _bucket_views(found: OutOfMemory) -> str:
+    views = "gradients in DDP's buckets only, 4 bytes per parameter less: `strategy={}`"
+    return views.format(found.ddp_views[0]) if found.ddp_views else ""
+
+
+def _expandable_segments(found: OutOfMemory) -> str:
+    if found.kind != "cuda" or not supports_expandable_segments():
+        return ""
+    return (
+        f"expandable segments: `{VARIABLES[1]}={SETTING}` in the environment, or `configure_allocator()` first in the "
+        "program"
+    )
+
+
 _SMALLER = (
     "the fastest configuration that fits: `callbacks=[AutoVRAM()]`",
+    _bucket_views,
     "a smaller batch, the same effective batch size: `callbacks=[AccumulationScheduler(target_batch_size=...)]`",
 )
 _STATES = (
-    'weights and optimizer state on the host: `strategy="fsdp_offload"`',
+    _if_host_has_more('weights and optimizer state on the host: `strategy="fsdp_offload"`'),
+    _bucket_views,
     '16-bit weights and optimizer state: `plugins=[LeanMixedPrecision("bf16", parameters="bf16+kahan")]`',
 )
 _COLLECTED = (
-    "metric lists on the CPU: `callbacks=[MetricOffload()]`",
-    "outputs on the CPU: `self.outputs.append(output.detach().cpu())`",
+    _if_host_has_more("metric lists on the CPU: `callbacks=[MetricOffload()]`"),
+    _if_host_has_more("outputs on the CPU: `self.outputs.append(output.detach().cpu())`"),
     "predictions written batch by batch, by a `BasePredictionWriter`: `trainer.predict(..., return_predictions=False)`",
 )
 CAUSES = (
@@ -163,12 +201,12 @@ CAUSES = (
         "another process is on the device",
         _is_others_fault,
         (
-            "find the process, and end it if it is yours: `nvidia-smi`",
+            lambda found: f"find the process, and end it if it is yours: `{_MONITORS.get(found.kind, 'top')}`",
             "a configuration that fits the rest: `callbacks=[AutoVRAM()]`",
         ),
         lambda found: (
-            f"Other processes used {format_bytes(found.request.other_bytes)} of the device. Without them the memory "
-            "would have been enough."
+            f"Other processes{', and this one on the host,' * found.shares_host_memory} used "
+            f"{format_bytes(found.request.other_bytes)} of the device. Without them the memory would have been enough."
         ),
         needs_leaner_step=False,
     ),
@@ -185,8 +223,7 @@ CAUSES = (
         "fragmentation: enough memory was free, but not in one block",
         lambda found: 0 < (found.request.asked_bytes or 0) <= (found.request.cached_bytes or 0),
         (
-            f"expandable segments: `{VARIABLES[1]}={SETTING}` in the environment, or `configure_allocator()` "
-            "first in the program",
+            _expandable_segments,
             "an empty cache at each switch between training and validation: `callbacks=[EmptyCache()]`",
         ),
         lambda found: (
@@ -199,8 +236,10 @@ CAUSES = (
         "other tensors of this process are on the device",
         lambda found: found.foreign_bytes > 0,
         (
-            "delete what earlier runs have left: `del model, trainer`, then `gc.collect()` and "
-            "`torch.cuda.empty_cache()`; restart the kernel of a notebook",
+            lambda found: (
+                "delete what earlier runs have left: `del model, trainer`, then `gc.collect()` and "
+                f"`torch.{found.kind}.empty_cache()`; restart the kernel of a notebook"
+            ),
             "a configuration that fits the rest: `callbacks=[AutoVRAM()]`",
         ),
         lambda found: f"{format_bytes(found.foreign_bytes)} are in tensors that do not belong to this run.",
@@ -224,7 +263,7 @@ CAUSES = (
         (
             'smaller batches: `callbacks=[MicroBatching(eval="auto")]`, or a smaller `batch_size` of that data loader',
             "an empty cache before it: `callbacks=[EmptyCache()]`",
-            "metric lists on the CPU: `callbacks=[MetricOffload()]`",
+            _if_host_has_more("metric lists on the CPU: `callbacks=[MetricOffload()]`"),
         ),
     ),
     Cause(
@@ -292,7 +331,7 @@ def summary(found: OutOfMemory) -> str:
     """Return the cause, and what helps best, in a sentence."""
     cause = find_cause(found)
     best = next((choice for choice in found.remedies if choice.is_plan), None)
-    helps = best.name if best is not None and cause.needs_leaner_step else cause.hints[0]
+    helps = best.name if best is not None and cause.needs_leaner_step else cause.helps(found)[0]
     return f"{cause.title}. What helps: {helps}. {found.cut}".rstrip()
 
 
@@ -315,7 +354,7 @@ def _facts(found: OutOfMemory) -> str:
 
 
 def _remedies(found: OutOfMemory, cause: Cause) -> str:
-    listed = "\n".join(f"- {hint}" for hint in cause.hints)
+    listed = "\n".join(f"- {hint}" for hint in cause.helps(found))
     if not found.remedies:
         reason = f"The saving of each feature was not estimated: {found.no_remedies}" if found.no_remedies else ""
         return _paragraphs(listed, reason or found.cut)

@@ -97,11 +97,11 @@ def test_layers_keep_as_much_as_fits(budget, overhead):
 def test_compiled_modules_get_no_activation_budget():
     module = pl.LightningModule()
     module.layer = torch.nn.Linear(2, 2)
-    assert remedies_for({}, Exactness.ANY, on_card=False, module=module).budgets
+    assert remedies_for({}, Exactness.ANY, may_offload=False, module=module).budgets
     module.layer.compile(backend="eager")  # copies for traces are not compiled, and do not refuse
-    assert not remedies_for({}, Exactness.ANY, on_card=False, module=module).budgets
+    assert not remedies_for({}, Exactness.ANY, may_offload=False, module=module).budgets
     from_compiled = pl.utilities.compile.from_compiled(torch.compile(module, backend="eager"))
-    remedies = remedies_for({}, Exactness.ANY, on_card=True, module=from_compiled)
+    remedies = remedies_for({}, Exactness.ANY, may_offload=True, module=from_compiled)
     steps = Steps()
     search(steps, Workload(8 * GIB, BATCH_SIZE), remedies)
     assert any(CHECKPOINTING.name in scheme for scheme in steps.schemes)
@@ -232,7 +232,7 @@ def test_a_users_own_parts_are_kept():
         pass
 
     own = {"callbacks": [ActivationCheckpointing()], "strategy": "fsdp", "precision": "bf16-mixed"}
-    remedies = remedies_for(own, Exactness.ANY, on_card=True)
+    remedies = remedies_for(own, Exactness.ANY, may_offload=True)
     assert not remedies.checkpoints
     assert not remedies.offloads
     assert {part.place for scheme in remedies.states for part in scheme.parts} == {"plugins", "callbacks"}
@@ -240,7 +240,7 @@ def test_a_users_own_parts_are_kept():
 
 def test_results_are_as_true_as_was_asked_for():
     for level in Exactness:
-        remedies = remedies_for({"precision": "bf16-mixed"}, level, on_card=True)
+        remedies = remedies_for({"precision": "bf16-mixed"}, level, may_offload=True)
         parts = [*remedies.singles, *(part for scheme in remedies.states for part in scheme.parts)]
         assert max(part.exactness for part in parts) == level
         assert remedies.cuts == remedies.tiles == (level >= Exactness.LOSSLESS)
@@ -252,7 +252,7 @@ def test_results_are_as_true_as_was_asked_for():
             if level == Exactness.ANY:
                 sets += [(one,) for one in (*quantized, MOMENTS, LOW_BIT)]
                 sets += [(IN_BACKWARD, LOW_BIT), (IN_BACKWARD, LOWER_BIT)]
-            found = remedies_for({}, level, on_card=False, module=module)
+            found = remedies_for({}, level, may_offload=False, module=module)
             assert found.states == tuple(map(Scheme, sets))
 
 
@@ -282,7 +282,7 @@ ALONE = ["OptimizerInBackward", "MomentsInBF16", "LowBitOptimizer(bits=8)"]
     ],
 )
 def test_a_set_is_not_run_where_less_of_it_is_enough_and_goes_without_what_is_refused(budget, refused, asked):
-    steps, states = StepsOfStates(refused=refused), remedies_for({}, Exactness.ANY, on_card=False).states
+    steps, states = StepsOfStates(refused=refused), remedies_for({}, Exactness.ANY, may_offload=False).states
     found = search(steps, Workload(budget * GIB), Remedies(states, checkpoints=False))
     assert steps.schemes == ["baseline", *asked]
     assert found.best is not None

@@ -19,7 +19,13 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_choice, check_kind, check_number, check_positive_int
-from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
+from lightning_vram.callbacks.hook_points import (
+    AroundStep,
+    Depth,
+    FitTechnique,
+    frees_nothing,
+    refuse_moved_parameters,
+)
 from lightning_vram.core.host.memory import OffloadError, hidden_from_modes
 from lightning_vram.core.layers import LayerSelection, check_layers, show_names
 from lightning_vram.core.operators import BALANCE
@@ -289,7 +295,8 @@ class ActivationCheckpointing(FitTechnique):
                 f"({show_names(compiled)}): the compiler chooses what to save. Leave out budget to recompute all of "
                 "them, or do not compile them."
             )
-        if self._offload_bytes is not None:
+        name = "ActivationCheckpointing(remedies=('recompute', 'offload'))"
+        if self._offload_bytes is not None and not frees_nothing(name, trainer.strategy.root_device):
             self._offload = BudgetOffload(trainer, self._offload_bytes)
         self._budgeted = BudgetedCheckpointing(
             pl_module,

@@ -11,7 +11,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_choice, check_kind
-from lightning_vram.callbacks.hook_points import AroundStep, Depth, FitTechnique, refuse_moved_parameters
+from lightning_vram.callbacks.hook_points import (
+    AroundStep,
+    Depth,
+    FitTechnique,
+    frees_nothing,
+    refuse_moved_parameters,
+)
 from lightning_vram.core.host.memory import OffloadError
 from lightning_vram.memory.units import format_bytes, parse_bytes
 from lightning_vram.techniques.activation_offload import ActivationOffloading
@@ -24,7 +30,8 @@ class ActivationOffload(FitTechnique):
     Copies run on a side stream; the backward prefetches. With :class:`ActivationCheckpointing`, only layer inputs and
     the results named in its ``save`` are offloaded; with ``InPlaceFusion`` or ``ActivationCompression``, what these
     leave. Parameters, buffers, batches and small tensors stay on the device. Host memory is allocated in the first
-    step, reused in each, and released after ``fit``.
+    step, reused in each, and released after ``fit``. A GPU that shares the host's memory (Apple's, GB10, Jetson)
+    offloads to ``disk_path`` only: without, one warning, and nothing is moved.
 
     Args:
         min_offload_bytes: Smaller tensors stay on the device: an ``int``, or text such as ``"256KiB"``.
@@ -92,6 +99,8 @@ class ActivationOffload(FitTechnique):
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
+        if self.disk_path is None and frees_nothing("ActivationOffload", trainer.strategy.root_device):
+            return
         try:
             self._offloading = ActivationOffloading(
                 trainer.lightning_module,

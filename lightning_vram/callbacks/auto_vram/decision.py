@@ -35,7 +35,8 @@ from lightning_vram.memory.estimate.workspaces import measure_bus
 from lightning_vram.memory.units import format_argument, parse_bytes
 from lightning_vram.planner.plan import MemoryPlan, TracedSteps, describe_minimum
 from lightning_vram.planner.scheme import Exactness, Found, Measured, Part, Scheme, Workload, find_measured
-from lightning_vram.planner.search import CHECKPOINTING, may_be_guarded
+from lightning_vram.planner.search import CHECKPOINTING, DDP, may_be_guarded
+from lightning_vram.private_names.lightning import ddp_arguments
 from lightning_vram.report.plan import plan_table
 from lightning_vram.report.tables import as_text
 from lightning_vram.version import __version__
@@ -154,7 +155,7 @@ def _find(run: RunningTrainer, budget_bytes: int, asked: PlanRequest, started: f
 
 def _with_measured_bus(spec: DeviceSpec | None) -> DeviceSpec | None:
     """Measure the PCIe bandwidth: a slot may give less than the specification."""
-    if spec is None or not accelerators.has_statistics(torch.device(spec.name).type):
+    if spec is None or spec.shares_host_memory or not accelerators.has_statistics(torch.device(spec.name).type):
         return spec
     device = torch.device(spec.name)
     try:
@@ -209,6 +210,8 @@ class AppliedPlan:
         for part in self.scheme.parts:
             if part.place == "plugins":
                 trainer.strategy.precision_plugin = part.make()
+            elif part.place == "strategy":  # DDP's, whose arguments are read when it wraps the module
+                ddp_arguments(trainer.strategy).update(part.init_args)  # type: ignore[arg-type]
             else:
                 self._callbacks.append((part, part.make()))
         self._list.extend(callback for _, callback in self._callbacks)
@@ -254,6 +257,8 @@ class AppliedPlan:
         own, self._callbacks = [callback for _, callback in self._callbacks], []
         self._list[:] = [callback for callback in self._list if all(callback is not one for one in own)]
         self._trainer.strategy.precision_plugin = self._precision
+        if any(part.place == "strategy" for part in self.scheme.parts):
+            ddp_arguments(self._trainer.strategy).pop("gradient_as_bucket_view", None)  # type: ignore[arg-type]
         for callback in own:
             if exception is None:
                 callback.teardown(self._trainer, self._trainer.lightning_module, "fit")
@@ -298,7 +303,7 @@ class FirstSteps:
         return seconds, self._watch.read().peak_reserved_bytes
 
     def _synchronize(self) -> None:
-        torch.get_device_module(self._device).synchronize(self._device)
+        torch.accelerator.synchronize(self._device)
 
 
 def faster_scheme(found: Found, scheme: Scheme, budget_bytes: int, seconds: float) -> Scheme | None:
@@ -344,7 +349,14 @@ def plan_key(run: RunningTrainer, plain: Measured, asked: tuple[Any, ...]) -> st
             kind: [type(one).__name__ for one in some]
             for kind, some in parts_of(run.fit.trainer_arguments, run.fit.run_callbacks).items()
         },
-        (__version__, torch.__version__, version("lightning"), platform.python_version(), torch.version.cuda),
+        (
+            __version__,
+            torch.__version__,
+            version("lightning"),
+            platform.python_version(),
+            torch.version.cuda,
+            torch.version.hip,
+        ),
     )
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
@@ -389,7 +401,9 @@ def _read_measured(saved: dict[str, Any]) -> Measured:
 
 
 def _read_part(saved: dict[str, Any]) -> Part:
-    if not saved["class_path"].startswith(_OURS):  # a file of plans must not run other code
+    if (
+        not saved["class_path"].startswith(_OURS) and saved["class_path"] != DDP
+    ):  # a file of plans must not run other code
         raise ValueError(f"{saved['class_path']!r} is not a class of lightning_vram")
     return Part(**{**saved, "exactness": Exactness(saved["exactness"]), "replaces": tuple(saved["replaces"])})
 

@@ -11,12 +11,22 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_vram.argument_checks import check_bool, check_positive_int
 from lightning_vram.callbacks.hook_points import check_trainer
-from lightning_vram.memory.device.accelerators import empty_cache, has_cache, read_allocator
-from lightning_vram.memory.units import format_bytes, parse_bytes
+from lightning_vram.memory.device.accelerators import (
+    PeakWatch,
+    counts_peaks,
+    empty_cache,
+    has_cache,
+    holds_much_more,
+    read_allocator,
+)
+from lightning_vram.memory.units import GIB, format_bytes, parse_bytes
+
+_MUCH_MORE = 1.5, GIB  # the driver's bytes of those in tensors, and beyond them
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +37,9 @@ class EmptyCache(Callback):
     Cached blocks of training rarely fit validation and vice versa (fragmentation), so reserved memory can grow to the
     sum of both. All ranks empty their caches at the same batch, so that no rank waits for another. Nothing is stored in
     checkpoints. On a device without a cache, such as a CPU, nothing happens, and a message is logged.
+
+    Apple GPUs keep the blocks of each tensor size they meet, without limit. There the cache is also emptied after a
+    training batch at whose end the driver holds over 1.5 times the most bytes seen in tensors, and 1 GiB more.
 
     Args:
         every_n_batches: Also empty the cache after every n-th training batch of an epoch. Counts batches, not optimizer
@@ -46,6 +59,9 @@ class EmptyCache(Callback):
         >>> from lightning_vram import EmptyCache
         >>> trainer = pl.Trainer(callbacks=[EmptyCache(every_n_batches=500)], logger=False)
     """
+
+    hears_micro_batches = True  # each of them has a peak: see MicroBatching
+    _watch: PeakWatch | None = None  # of a device whose cache has no limit, in training
 
     def __init__(
         self,
@@ -71,11 +87,27 @@ class EmptyCache(Callback):
             rank_zero_info(f"EmptyCache has no effect on device '{device}': it has no cache.")
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        device = trainer.strategy.root_device
+        if has_cache(device) and not counts_peaks(device):
+            self._watch = PeakWatch(device)
+            self._watch.restart()
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+        if self._watch is not None:  # activations are at their peak
+            self._watch.read()
+
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         if self.every_n_batches is not None and (batch_idx + 1) % self.every_n_batches == 0:
             self._release(trainer)
+        elif self._watch is not None:
+            now = self._watch.read()
+            if holds_much_more(now.peak_allocated_bytes, now.reserved_bytes, *_MUCH_MORE):
+                self._release(trainer)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -84,6 +116,13 @@ class EmptyCache(Callback):
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._release(trainer)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._watch = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_watch": None}  # a copy is not part of any run
 
     def _release(self, trainer: pl.Trainer) -> None:
         device = trainer.strategy.root_device

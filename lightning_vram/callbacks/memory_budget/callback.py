@@ -4,7 +4,7 @@ Two steps of the same Trainer run on tensors without memory (``estimate_memory``
 what the device has left. It costs the seconds of that estimate and saves no memory by itself.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -22,19 +22,22 @@ from lightning_vram.estimation import running_trainer
 from lightning_vram.estimation.estimate import Estimator, Progress
 from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
 from lightning_vram.estimation.traced_fit import reason_of
-from lightning_vram.memory.device.accelerators import PeakWatch, ProcessLimit, can_limit, has_cache
+from lightning_vram.memory.device.accelerators import PeakWatch, ProcessLimit, can_limit, counts_peaks
 from lightning_vram.memory.estimate.result import TRAIN, MemoryEstimate
 from lightning_vram.memory.tracking.timeline import Category
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.plan import SMALLER_BATCH
+from lightning_vram.planner.scheme import Part
+from lightning_vram.planner.search import bucket_views
 from lightning_vram.report.estimate import verdict
 from lightning_vram.report.progress import show_progress
 from lightning_vram.report.tables import label
 
 _LIMIT = "MemoryBudget(limit)"
 _PER_SAMPLE = (Category.INPUTS, Category.ACTIVATIONS, Category.TEMPORARIES)
-_HELPS_PER_SAMPLE = f"{SMALLER_BATCH}, MicroBatching('auto'), ActivationCheckpointing() or ActivationOffload()"
-_HELPS_PER_PARAMETER = "strategy='fsdp_offload' or LeanMixedPrecision('bf16', parameters='bf16+split')"
+_HELPS_PER_SAMPLE = (SMALLER_BATCH, "MicroBatching('auto')", "ActivationCheckpointing()")
+_HELPS_PER_PARAMETER = ("LeanMixedPrecision('bf16', parameters='bf16+split')",)
+_ON_HOST = {_HELPS_PER_SAMPLE: "ActivationOffload()", _HELPS_PER_PARAMETER: "strategy='fsdp_offload'"}
 
 
 _OF_A_RUN = ("_process_limit", "_watch", "_expected", "_first_step", "_bytes_of_others")
@@ -122,7 +125,7 @@ class MemoryBudget(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         running_trainer.forget_shared(trainer)
         device = trainer.strategy.root_device
-        if self._expected and has_cache(device):
+        if self._expected and counts_peaks(device):
             self._watch = PeakWatch(device)
             self._watch.restart()
             self._first_step = trainer.global_step
@@ -175,10 +178,12 @@ def _judge(
         return message, None, {}
     expected = {name: stage.allocated_bytes for name, stage in estimate.stages.items()}
     message = f"MemoryBudget: {verdict(estimate)}."
-    return message if estimate.fits else f"{message} {_advice(estimate)}", estimate.fits, expected
+    if not estimate.fits:
+        message += f" {_advice(estimate, bucket_views(run.fit.trainer_arguments, run.fit.num_ranks))}"
+    return message, estimate.fits, expected
 
 
-def _advice(estimate: MemoryEstimate) -> str:
+def _advice(estimate: MemoryEstimate, views: Sequence[Part]) -> str:
     largest = max(estimate.by_category, key=lambda category: estimate.by_category[category])
     module, size = next(iter(estimate.by_module.items()), ("", 0))
     place = f"; the largest module is {module} with {format_bytes(size)}" if module else ""
@@ -186,5 +191,8 @@ def _advice(estimate: MemoryEstimate) -> str:
     if estimate.max_batch_size is not None and estimate.batch_size:
         most = f"{estimate.max_batch_size} would fit" if estimate.max_batch_size else "and not even one fits"
         sentences.append(f"The batch has {estimate.batch_size} samples, {most}.")
-    helps = _HELPS_PER_SAMPLE if largest in _PER_SAMPLE else _HELPS_PER_PARAMETER
-    return " ".join([*sentences, f"What helps: {helps}."])
+    kind = _HELPS_PER_SAMPLE if largest in _PER_SAMPLE else _HELPS_PER_PARAMETER
+    helps = [*(f"strategy={part.to_code()}" for part in views), *kind]
+    helps += [] if estimate.device.shares_host_memory else [_ON_HOST[kind]]
+    listed = f"{', '.join(helps[:-1])} or {helps[-1]}" if len(helps) > 1 else helps[0]
+    return " ".join([*sentences, f"What helps: {listed}."])

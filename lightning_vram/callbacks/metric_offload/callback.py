@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
-from lightning_vram.callbacks.hook_points import FitTechnique
+from lightning_vram.callbacks.hook_points import FitTechnique, frees_nothing
 from lightning_vram.core.patching import MethodPatch
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.private_names.metrics import APPLY, SYNC_STATES, converts_dtype, default_states, placed_on
@@ -174,9 +174,13 @@ class MetricOffload(FitTechnique):
         self._offloaded: dict[int, OffloadedMetric] = {}  # by the identity of the metric, which it keeps alive
         self._collected: GrowingLists | None = None
         self._warned: set[str] = set()  # of what, in this run
+        self._is_useless = False  # on the device of this run
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
+        self._is_useless = frees_nothing("MetricOffload", trainer.strategy.root_device)
+        if self._is_useless:
+            return
         self._offload(trainer.lightning_module)
         kinds = {type(one.metric).__name__ for one in self._offloaded.values()}
         if not kinds:
@@ -191,7 +195,7 @@ class MetricOffload(FitTechnique):
     def _undo(self) -> None:
         while self._offloaded:
             self._offloaded.popitem()[1].remove()
-        self._collected, self._warned = None, set()
+        self._collected, self._warned, self._is_useless = None, set(), False
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -236,6 +240,8 @@ class MetricOffload(FitTechnique):
 
     def _offload(self, module: pl.LightningModule) -> None:
         """Offload the metrics that are not yet: users make some anew for each epoch (``MetricTracker``)."""
+        if self._is_useless:
+            return
         # not isinstance: Metric is an abstract class, which answers slowly
         members: Any = [member for member in module.modules() if Metric in type(member).__mro__]
         found = {id(metric): metric for metric in members if list_states(metric)}
@@ -259,7 +265,7 @@ class MetricOffload(FitTechnique):
         )
 
     def _warn_of_outputs(self, device: torch.device) -> None:
-        if self._collected is None or "outputs" in self._warned or device.type == "cpu":
+        if self._collected is None or "outputs" in self._warned or device.type == "cpu" or self._is_useless:
             return
         if not (found := self._collected.look()):
             return

@@ -28,7 +28,7 @@ from lightning_vram.argument_checks import check_kind, check_positive_int
 from lightning_vram.callbacks.hook_points import check_trainer, refuse_several
 from lightning_vram.callbacks.vram_monitor.out_of_memory import LastBatches, explain
 from lightning_vram.core.patching import MethodPatch
-from lightning_vram.memory.device.accelerators import PhasePeaks, fragmentation_advice, has_cache
+from lightning_vram.memory.device.accelerators import PhasePeaks, counts_peaks, fragmentation_advice, has_cache
 from lightning_vram.memory.device.measurement import SIZE_NAMES, Measurement, largest, write_measurement
 from lightning_vram.memory.device.out_of_memory import OutOfMemorySource, read_out_of_memory
 from lightning_vram.memory.tracking.timeline import MemoryTimeline, Phase
@@ -50,7 +50,7 @@ class VRAMMonitor(Callback):
     They go to every logger as ``vram/peak_allocated_bytes``, ``vram/backward/peak_allocated_bytes`` and so on, to the
     progress bar as ``vram`` (highest peak so far), and to a file that ``lightning-vram report`` prints: each
     measurement in training, the one with the highest peak in validation, test and prediction (``vram/validate/...``).
-    On an accelerator, peaks of the batches between measurements are included.
+    On an accelerator that counts peaks, those of the batches between measurements are included.
 
     An out-of-memory error gets notes with the last measurement and, unless ``path`` is ``None``, a report
     ``out_of_memory.md`` next to that file: requested memory, memory by category, the cause, and which features would
@@ -63,7 +63,8 @@ class VRAMMonitor(Callback):
             two).
         track: Track every tensor of the measured batches, which gives memory by category and costs 10 to 20 µs per
             operator in these batches. Gradients of ``prod`` and ``cumprod`` may then differ by rounding in those
-            batches. ``None`` tracks on the CPU only, where there are no allocator statistics; ``False`` never tracks.
+            batches. ``None`` tracks on the CPU and on Apple GPUs only, whose allocators count no peaks; ``False`` never
+            tracks.
             Compiled modules are not tracked: they would run uncompiled.
         path: JSON Lines file to append to; a relative path is inside ``trainer.log_dir``. ``None``, like
             ``fast_dev_run``, writes no file.
@@ -235,7 +236,8 @@ class VRAMMonitor(Callback):
         self._publish(trainer, self._flush(trainer))
         peak = self.peaks.get("train")
         if peak is not None and peak.peak_reserved_bytes is not None:
-            advice = fragmentation_advice(peak.peak_allocated_bytes, peak.peak_reserved_bytes)
+            device = trainer.strategy.root_device
+            advice = fragmentation_advice(device, peak.peak_allocated_bytes, peak.peak_reserved_bytes)
             if advice is not None:
                 rank_zero_warn(f"VRAMMonitor: {advice}")
 
@@ -318,7 +320,7 @@ class VRAMMonitor(Callback):
         return self._allocator_peaks.setdefault(self._batches.stage, PhasePeaks(device)) if has_cache(device) else None
 
     def _tracks(self, trainer: pl.Trainer) -> bool:
-        wanted = not has_cache(trainer.strategy.root_device) if self.track is None else self.track
+        wanted = not counts_peaks(trainer.strategy.root_device) if self.track is None else self.track
         return wanted and not is_compiled(trainer.lightning_module)
 
     def _keep_largest(self, measurement: Measurement | None) -> None:
@@ -373,6 +375,8 @@ def _describe(measurement: Measurement) -> str:
 
 def _reduce(trainer: pl.Trainer, measurement: Measurement) -> Measurement:
     """Take each size's maximum over the ranks; -1 where a rank does not know it."""
+    if trainer.world_size == 1:
+        return measurement
     sizes = measurement.sizes()
     values = torch.tensor([sizes.get(name, -1) for name in SIZE_NAMES], device=trainer.strategy.root_device)
     maxima: list[int] = trainer.strategy.reduce(values, reduce_op="max").tolist()

@@ -24,7 +24,7 @@ from lightning_vram.estimation.batches import batch_size_of
 from lightning_vram.estimation.estimate import Progress, estimate_stages
 from lightning_vram.estimation.running_trainer import describe_device, read_trainer_arguments
 from lightning_vram.estimation.traced_fit import STEP, FitRun, reason_of, trace_fit
-from lightning_vram.memory.device.accelerators import empty_cache, has_cache, read_allocator
+from lightning_vram.memory.device.accelerators import empty_cache, has_cache, read_allocator, shares_host_memory
 from lightning_vram.memory.device.out_of_memory import (
     OutOfMemorySource,
     path_to_out_of_memory,
@@ -39,7 +39,7 @@ from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.plan import MemoryPlan, TracedSteps
 from lightning_vram.planner.scheme import Exactness, Found, Workload
-from lightning_vram.planner.search import fastest
+from lightning_vram.planner.search import bucket_views, fastest
 from lightning_vram.report.estimate import picture
 from lightning_vram.report.out_of_memory import OutOfMemory, Place, Work, page, summary
 from lightning_vram.report.plan import choices
@@ -165,6 +165,8 @@ def _facts(trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource,
         by_category=by_category | ({_REST: rest_bytes} if rest_bytes > 0 else {}),
         by_module=dict(timeline.peak_by_module),
         growth=tuple(last.ends),
+        shares_host_memory=shares_host_memory(device),
+        ddp_views=tuple(part.to_code() for part in bucket_views({"strategy": trainer.strategy}, trainer.world_size)),
     )
 
 
@@ -279,6 +281,6 @@ def _write_pictures(trainer: pl.Trainer, folder: Path, stem: str, estimate: Memo
         title = f"Out of memory: this step needs {needed}, {estimate.device.name}: {limit}"
         picture(estimate, title).write(folder / f"{stem}.png")
         names.append(f"{stem}.png")
-    if trainer.strategy.root_device.type == "cuda" and write_snapshot(folder / f"{stem}.pickle"):
+    if write_snapshot(folder / f"{stem}.pickle", trainer.strategy.root_device.type):
         names.append(f"{stem}.pickle")
     return names

@@ -1,4 +1,7 @@
-"""What a kind of accelerator can do, by its module in torch (``torch.cuda``, ``torch.xpu``), not by its name."""
+"""What a kind of accelerator can do, by its module in torch (``torch.cuda``, ``torch.mps``), not by its name.
+
+ROCm has the module and the names of CUDA. ``torch.xpu`` has those names as well; ``torch.mps`` has its own.
+"""
 
 import os
 import sys
@@ -6,22 +9,34 @@ import weakref
 from collections.abc import MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_vram.memory.host import (
+    available_host_bytes,
+    is_tegra,
+    is_wsl,
+    reclaimable_gpu_bytes,
+    total_host_bytes,
+)
 from lightning_vram.memory.tracking.timeline import Phase
 from lightning_vram.memory.units import MIB, format_bytes
 from lightning_vram.private_names.dispatcher import FakeTensor
 
 _HOSTS = ("cpu", "meta")
-_STREAM_NAMES = ("Stream", "stream", "current_stream")
+# Of the last one, torch.mps has none: its streams, since torch 2.15, have events that refuse them.
+_STREAM_NAMES = ("Stream", "stream", "current_stream", "current_device")
 _PCI_NAMES = ("pci_domain_id", "pci_bus_id", "pci_device_id")
 _STATISTICS_NAMES = (
     *("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"),
     *("reset_peak_memory_stats", "empty_cache", "mem_get_info"),
+)
+_METAL_NAMES = (
+    *("current_allocated_memory", "driver_allocated_memory", "recommended_max_memory", "empty_cache"),
+    "set_per_process_memory_fraction",
 )
 
 
@@ -31,8 +46,37 @@ def has_streams(kind: str) -> bool:
 
 
 def has_statistics(kind: str) -> bool:
-    """Whether devices of ``kind`` have a caching allocator that tells what it holds, and held at most."""
+    """Whether devices of ``kind`` have a caching allocator that reports what it holds."""
+    return _has_peaks(kind) or _is_metal(kind)
+
+
+def _has_peaks(kind: str) -> bool:
     return kind not in _HOSTS and _has_all(getattr(torch, kind, None), _STATISTICS_NAMES)
+
+
+def _is_metal(kind: str) -> bool:
+    return kind not in _HOSTS and not _has_peaks(kind) and _has_all(getattr(torch, kind, None), _METAL_NAMES)
+
+
+def shares_host_memory(device: torch.device) -> bool:
+    """Whether ``device`` computes in the memory of the host, so that moving tensors to the host frees nothing.
+
+    Apple GPUs do, and integrated GPUs: NVIDIA's GB10 and Jetson, AMD's APUs, Intel's. An APU with a part of the memory
+    of its own, set in the BIOS, does not: the host does not count that part as its memory.
+    """
+    if _is_metal(device.type):
+        return True
+    properties = properties_of(device)
+    if not (getattr(properties, "is_integrated", False) or getattr(properties, "is_integrated_gpu", False)):
+        return False
+    host_bytes = None if torch.version.hip is None else total_host_bytes()
+    return host_bytes is None or int(properties.total_memory) <= host_bytes
+
+
+def properties_of(device: torch.device) -> Any:
+    """Return what the driver knows of ``device``; ``None``: nothing, as of hosts and Apple GPUs."""
+    read = None if device.type in _HOSTS else getattr(getattr(torch, device.type, None), "get_device_properties", None)
+    return None if read is None else read(device)
 
 
 def stream_id(device: torch.device) -> int:
@@ -66,10 +110,7 @@ def current_kind() -> str:
 
 def pci_address(device: torch.device) -> str | None:
     """Return where ``device`` is on the PCI bus, as Linux names it; ``None`` if torch does not tell."""
-    if device.type in _HOSTS:
-        return None
-    read = getattr(getattr(torch, device.type, None), "get_device_properties", None)
-    properties = read(device) if read is not None else None
+    properties = properties_of(device)
     if not _has_all(properties, _PCI_NAMES):
         return None
     domain, bus, number = (int(getattr(properties, name)) for name in _PCI_NAMES)
@@ -114,28 +155,105 @@ class AllocatorBytes:
         return self.reserved_bytes - self.allocated_bytes
 
 
+class _Allocator:
+    """The allocator of CUDA, ROCm and XPU. The module is looked up each time: estimates replace it."""
+
+    def read(self, device: torch.device) -> AllocatorBytes:
+        memory: Any = torch.get_device_module(device)
+        return AllocatorBytes(
+            allocated_bytes=memory.memory_allocated(device),
+            reserved_bytes=memory.memory_reserved(device),
+            peak_allocated_bytes=memory.max_memory_allocated(device),
+            peak_reserved_bytes=memory.max_memory_reserved(device),
+        )
+
+    def reset_peaks(self, device: torch.device) -> None:
+        torch.get_device_module(device).reset_peak_memory_stats(device)
+
+    def memory_info(self, device: torch.device) -> tuple[int, int]:
+        """Return free and total bytes. The driver counts page cache as used, though the kernel drops it for tensors."""
+        memory: Any = torch.get_device_module(device)
+        free_bytes, all_bytes = map(int, memory.mem_get_info(device))
+        if shares_host_memory(device):
+            rest_bytes = all_bytes - int(memory.memory_reserved(device))
+            return max(free_bytes, min(available_host_bytes() or 0, rest_bytes)), all_bytes
+        address = pci_address(device) if torch.version.hip is None else None
+        cached_bytes = 0 if address is None else reclaimable_gpu_bytes(address)
+        return min(free_bytes + cached_bytes, all_bytes), all_bytes
+
+    def limit(self, device: torch.device) -> float:
+        """Return which part of the device this process may take; 0: no limit."""
+        read = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
+        return 1.0 if read is None else float(read(device))
+
+    def set_limit(self, device: torch.device, share: float) -> None:
+        torch.get_device_module(device).set_per_process_memory_fraction(share, device)
+
+
+class _MetalAllocator(_Allocator):
+    """The allocator of Apple GPUs, of which there is one. It counts no peaks: they are the most that was ever read."""
+
+    def __init__(self) -> None:
+        self._peaks = (0, 0)
+        self._limit: float | None = None  # that was set here: torch.mps does not report it
+
+    def read(self, device: torch.device) -> AllocatorBytes:
+        memory: Any = torch.get_device_module(device)
+        allocated_bytes = int(memory.current_allocated_memory())
+        reserved_bytes = max(allocated_bytes, int(memory.driver_allocated_memory()))
+        self._peaks = max(allocated_bytes, self._peaks[0]), max(reserved_bytes, self._peaks[1])
+        return AllocatorBytes(allocated_bytes, reserved_bytes, *self._peaks)
+
+    def reset_peaks(self, device: torch.device) -> None:
+        self._peaks = (0, 0)
+        self.read(device)
+
+    def memory_info(self, device: torch.device) -> tuple[int, int]:
+        all_bytes = int(torch.get_device_module(device).recommended_max_memory())
+        rest_bytes = max(0, all_bytes - self.read(device).reserved_bytes)
+        available_bytes = available_host_bytes()
+        return rest_bytes if available_bytes is None else min(available_bytes, rest_bytes), all_bytes
+
+    def limit(self, device: torch.device) -> float:
+        default = os.environ.get("PYTORCH_MPS_HIGH_WATERMARK_RATIO", _METAL_LIMIT)
+        return float(default) if self._limit is None else self._limit
+
+    def set_limit(self, device: torch.device, share: float) -> None:
+        torch.get_device_module(device).set_per_process_memory_fraction(share)
+        self._limit = share
+
+
+_METAL_LIMIT = 1.7  # of the recommended memory: aten/src/ATen/mps/MPSAllocator.h, default_high_watermark_ratio
+_GENERAL, _METAL = _Allocator(), _MetalAllocator()
+
+
+def _allocator(device: torch.device) -> _Allocator:
+    if not has_cache(device):
+        raise ValueError(f"device '{device}' has no caching allocator with statistics.")
+    return _METAL if _is_metal(device.type) else _GENERAL
+
+
 def has_cache(device: torch.device) -> bool:
     """Whether tensors on ``device`` come from a caching allocator that :func:`empty_cache` can shrink."""
     return has_statistics(device.type)
 
 
+def counts_peaks(device: torch.device) -> bool:
+    """Whether the allocator of ``device`` notes peaks. If not, those that are read here are the most ever *read*."""
+    return _has_peaks(device.type)
+
+
 def read_allocator(device: torch.device) -> AllocatorBytes:
     """Read the allocator of ``device``."""
-    memory = _module(device)
-    return AllocatorBytes(
-        allocated_bytes=memory.memory_allocated(device),
-        reserved_bytes=memory.memory_reserved(device),
-        peak_allocated_bytes=memory.max_memory_allocated(device),
-        peak_reserved_bytes=memory.max_memory_reserved(device),
-    )
+    return _allocator(device).read(device)
 
 
 def reset_peaks(device: torch.device) -> None:
     """Let the peaks of ``device`` start again from what is held now. Every :class:`PeakWatch` notes them before."""
-    memory = _module(device)
+    allocator = _allocator(device)
     for watch in list(_watches):
         watch.note(device)
-    memory.reset_peak_memory_stats(device)
+    allocator.reset_peaks(device)
 
 
 class PeakWatch:
@@ -173,16 +291,9 @@ def empty_cache(device: torch.device) -> int:
     """Return unused cached blocks of all devices of this kind to the driver; returns the bytes freed on ``device``."""
     if not has_cache(device):
         return 0
-    memory = _module(device)
-    reserved_bytes = int(memory.memory_reserved(device))
-    memory.empty_cache()
-    return reserved_bytes - int(memory.memory_reserved(device))
-
-
-def _module(device: torch.device) -> ModuleType:
-    if not has_cache(device):
-        raise ValueError(f"device '{device}' has no caching allocator with statistics.")
-    return torch.get_device_module(device)  # type: ignore[no-any-return]
+    reserved_bytes = read_allocator(device).reserved_bytes
+    torch.get_device_module(device).empty_cache()
+    return reserved_bytes - read_allocator(device).reserved_bytes
 
 
 class PhasePeaks:
@@ -218,41 +329,44 @@ class ProcessLimit:
         if not can_limit(device):
             raise ValueError(f"device '{device}' does not support a memory limit per process.")
         self._device = device
-        memory = torch.get_device_module(device)
-        self._before: float | None = limited_share(device)
-        memory.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes(device)), device)
+        self._before: float | None = _allocator(device).limit(device)
+        _allocator(device).set_limit(device, min(1.0, limit_bytes / total_bytes(device)))
 
     def remove(self) -> None:
         """Put back the limit that was there. Calling it again does nothing."""
         if self._before is not None:
-            torch.get_device_module(self._device).set_per_process_memory_fraction(self._before, self._device)
+            _allocator(self._device).set_limit(self._device, self._before)
             self._before = None
 
 
 def can_limit(device: torch.device) -> bool:
     """Whether :class:`ProcessLimit` can be had on ``device``."""
-    return has_statistics(device.type) and hasattr(torch.get_device_module(device), "set_per_process_memory_fraction")
+    return has_cache(device) and hasattr(torch.get_device_module(device), "set_per_process_memory_fraction")
 
 
 def limited_share(device: torch.device) -> float:
-    """Return which part of ``device`` this process may take."""
-    read = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)  # XPU: since torch 2.10
-    return 1.0 if read is None else float(read(device))
+    """Return which part of ``device`` this process may take, at most 1."""
+    return min(1.0, _allocator(device).limit(device) or 1.0)
 
 
 def total_bytes(device: torch.device) -> int:
     """Return what ``device`` has in all, for all processes."""
-    return int(torch.get_device_module(device).mem_get_info(device)[1])
+    return memory_info(device)[1]
+
+
+def memory_info(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of ``device`` that are free, and all. Free is what the host has, where both share memory."""
+    return _allocator(device).memory_info(device)
 
 
 def free_device_bytes(device: torch.device) -> int | None:
     """Return what tensors of this process can still get on ``device`` (with its index), its cache included.
 
-    ``None`` if no allocator tells (the CPU, MPS).
+    ``None`` if no allocator reports it (the CPU).
     """
     if not has_cache(device):
         return None
-    free_bytes, all_bytes = torch.get_device_module(device).mem_get_info(device)
+    free_bytes, all_bytes = memory_info(device)
     now = read_allocator(device)
     allowed_bytes = int(all_bytes * limited_share(device))
     return int(max(0, min(free_bytes + now.fragmentation_bytes, allowed_bytes - now.allocated_bytes)))
@@ -262,7 +376,7 @@ def free_device_bytes(device: torch.device) -> int | None:
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9.1 did not read the first, which is the newer
 _OTHER_VARIABLES = ("PYTORCH_HIP_ALLOC_CONF",)  # of a ROCm build
 SETTING = "expandable_segments:True"
-_WORTH_SAYING = 1.1, 256 * MIB  # reserved of allocated, and beyond it
+_RESERVED_RATIO = 1.1  # of allocated bytes: below that, a warning is not worth it
 
 
 def configure_allocator(environment: MutableMapping[str, str] = os.environ) -> bool:
@@ -271,8 +385,9 @@ def configure_allocator(environment: MutableMapping[str, str] = os.environ) -> b
     Use it if reserved memory is much larger than allocated memory. It sets the environment of this process and of those
     that it starts. Call it before the first tensor is on the GPU; ``lightning-vram fit`` does. A setting of your own
     wins: export ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False`` for programs that share CUDA tensors between
-    processes, or whose CUDA graphs do not work with expandable segments. Without CUDA, on ROCm and under ``win32`` it
-    does nothing.
+    processes, or whose CUDA graphs do not work with expandable segments. It does nothing where PyTorch does not
+    support them: without CUDA, on Windows, under WSL2 (pytorch#192330), on Jetson (unsloth-zoo#1235), and on ROCm,
+    where the first copy to the GPU may hang (pytorch#192259).
 
     Args:
         environment: Mapping that receives the setting.
@@ -290,7 +405,7 @@ def configure_allocator(environment: MutableMapping[str, str] = os.environ) -> b
     if has_expandable_segments(environment):
         return True
     has_own = any(environment.get(name) for name in (*VARIABLES, *_OTHER_VARIABLES))
-    if has_own or sys.platform == "win32" or torch.version.cuda is None:
+    if has_own or not supports_expandable_segments():
         return False
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
@@ -301,19 +416,37 @@ def configure_allocator(environment: MutableMapping[str, str] = os.environ) -> b
     return True
 
 
+def supports_expandable_segments(root: Path = Path("/")) -> bool:
+    """Whether expandable segments work with this build on this machine, without asking the driver."""
+    is_cuda = torch.version.cuda is not None and sys.platform != "win32"
+    return is_cuda and not is_wsl(root) and not is_tegra(root)
+
+
 def has_expandable_segments(environment: MutableMapping[str, str] = os.environ) -> bool:
     """Whether the environment asks for expandable segments."""
     return any(SETTING in environment.get(name, "").replace(" ", "") for name in (*VARIABLES, *_OTHER_VARIABLES))
 
 
-def fragmentation_advice(allocated_bytes: int, reserved_bytes: int) -> str | None:
+def fragmentation_advice(device: torch.device, allocated_bytes: int, reserved_bytes: int) -> str | None:
     """Warn of a run that reserved (peak bytes) much more than it ever allocated (peak bytes); ``None``: no warning."""
-    ratio, beyond_bytes = _WORTH_SAYING
-    is_little = reserved_bytes <= ratio * allocated_bytes or reserved_bytes - allocated_bytes < beyond_bytes
-    if is_little or torch.version.cuda is None or has_expandable_segments():
+    if not holds_much_more(allocated_bytes, reserved_bytes) or has_expandable_segments():
         return None
+    helps = "Release the cache in training: callbacks=[EmptyCache(every_n_batches=...)]."
+    if _is_metal(device.type):
+        helps = "Release the cache when it grows: callbacks=[EmptyCache()]."
+    elif supports_expandable_segments():
+        helps = (
+            "Call lightning_vram.configure_allocator() first in the program, or start it with "
+            f"{VARIABLES[1]}={SETTING}."
+        )
     return (
         f"{format_bytes(reserved_bytes)} were reserved, but at most {format_bytes(allocated_bytes)} allocated: "
-        "fragmentation. Call lightning_vram.configure_allocator() first in the program, or start it with "
-        f"{VARIABLES[1]}={SETTING}."
+        f"fragmentation. {helps}"
     )
+
+
+def holds_much_more(
+    allocated_bytes: int, reserved_bytes: int, ratio: float = _RESERVED_RATIO, beyond_bytes: int = 256 * MIB
+) -> bool:
+    """Whether an allocator holds over ``ratio`` times what tensors need, and over ``beyond_bytes`` more."""
+    return reserved_bytes > ratio * allocated_bytes and reserved_bytes - allocated_bytes >= beyond_bytes

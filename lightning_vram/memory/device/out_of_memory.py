@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from lightning_vram.memory.device.accelerators import has_cache, limited_share, read_allocator
+from lightning_vram.memory.device.accelerators import has_cache, limited_share, memory_info, read_allocator
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.private_names.dispatcher import read_snapshot
 
@@ -110,14 +110,16 @@ def _read_one(error: BaseException) -> OutOfMemorySource | None:
 
 _SIZE = r"([\d.]+ (?:[KMGT]iB|bytes))"
 _WORDS = {
-    "asked_bytes": rf"ried to allocate {_SIZE}",
+    "asked_bytes": rf"(?:ried to allocate|Invalid buffer size:) {_SIZE}",
     "total_bytes": rf"total capacity of {_SIZE}",
     "free_bytes": rf"of which {_SIZE} is free",
     "process_bytes": rf"this process has {_SIZE} memory in use",
-    "limit_bytes": rf"{_SIZE} allowed",
+    "limit_bytes": rf"{_SIZE} allowed|max allowed: {_SIZE}",
     "allocated_bytes": rf"{_SIZE} is allocated by PyTorch",
     "cached_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
 }
+# Of Apple GPUs: what the allocator holds, tensors and cache, and what Metal uses in addition.
+_OF_METAL = re.compile(rf"MPS allocated: {_SIZE}, other allocations: {_SIZE}")
 _A_PROCESS = re.compile(rf"Process \d+ has {_SIZE}")
 _ROUNDED = 0.99  # two decimals of a size
 
@@ -160,7 +162,7 @@ class FailedRequest:
 def read_failed_request(message: str, device: torch.device) -> FailedRequest:
     """Read the message of an error, and ask the device for what it leaves out."""
     found = {name: re.search(words, message) for name, words in _WORDS.items()}
-    said = FailedRequest(**{name: _bytes_of(match[1]) for name, match in found.items() if match})
+    said = FailedRequest(**{name: _bytes_of(match[match.lastindex or 0]) for name, match in found.items() if match})
     if said.process_bytes is None:
         # The smallest of those listed that can hold its bytes is this process, as containers renumber them.
         own_bytes = (said.allocated_bytes or 0) + (said.cached_bytes or 0)
@@ -171,9 +173,13 @@ def read_failed_request(message: str, device: torch.device) -> FailedRequest:
     now = read_allocator(device)
     if said.allocated_bytes is None:
         said = replace(said, allocated_bytes=now.allocated_bytes, cached_bytes=now.fragmentation_bytes)
+    if (metal := _OF_METAL.search(message)) is not None:
+        held_bytes, other_bytes = map(_bytes_of, metal.groups())
+        cached_bytes = max(0, held_bytes - now.allocated_bytes)
+        said = replace(said, cached_bytes=cached_bytes, process_bytes=held_bytes + other_bytes)
     if said.total_bytes is None:
-        free_bytes, total_bytes = torch.get_device_module(device).mem_get_info(device)
-        said = replace(said, total_bytes=int(total_bytes), free_bytes=int(free_bytes))
+        free_bytes, total_bytes = memory_info(device)
+        said = replace(said, total_bytes=total_bytes, free_bytes=free_bytes)
     share = limited_share(device)
     if said.limit_bytes is None and share < 1:
         said = replace(said, limit_bytes=int(share * (said.total_bytes or 0)))
@@ -184,9 +190,9 @@ def _bytes_of(text: str) -> int:
     return parse_bytes(text.replace("bytes", "B"))
 
 
-def write_snapshot(path: Path) -> bool:
-    """Write the blocks of CUDA's allocator; whether there was anything to write."""
-    snapshot = read_snapshot()
+def write_snapshot(path: Path, kind: str) -> bool:
+    """Write the blocks of the allocator of CUDA, ROCm or XPU; whether there was anything to write."""
+    snapshot = read_snapshot(kind)
     if snapshot is None:
         return False
     path.write_bytes(pickle.dumps(snapshot))

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from lightning_vram.argument_checks import check_positive_int
 from lightning_vram.memory.units import MIB
@@ -32,6 +33,7 @@ class DeviceSpec:
         context_bytes: Measured memory of the CUDA context. ``None``: a default for the GPU.
         workspace_bytes: Measured cuBLAS workspace of one handle. ``None``: a default for the GPU.
         is_workspace_kept: Whether cuBLAS keeps that workspace, measured. ``None``: a default for the GPU.
+        shares_host_memory: Whether the GPU computes in the host's memory, so that nothing is offloaded.
 
     Raises:
         TypeError: If ``memory_bytes`` is not an ``int``.
@@ -49,6 +51,7 @@ class DeviceSpec:
     context_bytes: int | None = None
     workspace_bytes: int | None = None
     is_workspace_kept: bool | None = None
+    shares_host_memory: bool = False
 
     def __post_init__(self) -> None:
         check_positive_int("DeviceSpec(memory_bytes)", self.memory_bytes)
@@ -106,24 +109,27 @@ def known_devices() -> tuple[DeviceSpec, ...]:
     return tuple(dict.fromkeys(_names().values()))
 
 
-def describe_this_device() -> DeviceSpec:
-    """Return the accelerator of this machine: memory from its driver, the rest by its name."""
+def describe_this_device(kind: str | None = None) -> DeviceSpec:
+    """Return the accelerator of this machine, of a kind: memory from its driver, the rest by its name."""
     import torch  # seconds, of which a list of names needs nothing
 
-    from lightning_vram.memory.device.accelerators import current_kind, has_statistics
+    from lightning_vram.memory.device import accelerators
 
-    kind = current_kind()
-    if not has_statistics(kind):
+    kind = kind or accelerators.current_kind()
+    if not accelerators.has_statistics(kind):
         raise RuntimeError("no GPU that reports its memory was found. Name a device instead, such as rtx4090.")
-    module = torch.get_device_module(kind)
-    name, memory_bytes = module.get_device_name(), module.mem_get_info()[1]
-    properties = module.get_device_properties(module.current_device())
-    known = _names().get(_short(name), DeviceSpec(name, memory_bytes))
+    module: Any = torch.get_device_module(kind)
+    device = torch.device(kind, module.current_device() if hasattr(module, "current_device") else 0)
+    name = module.get_device_name(device) if hasattr(module, "get_device_name") else "Apple GPU"
+    properties, is_shared = accelerators.properties_of(device), accelerators.shares_host_memory(device)
+    known = _names().get(_short(name), DeviceSpec(name, 1))
     return replace(
         known,
         name=name,
-        memory_bytes=memory_bytes,
+        memory_bytes=accelerators.total_bytes(device),
         memory_source="the driver",
+        bus_bytes_per_s=None if is_shared else known.bus_bytes_per_s,
+        shares_host_memory=is_shared,
         capability=(properties.major, properties.minor) if hasattr(properties, "major") else known.capability,
         num_multiprocessors=getattr(properties, "multi_processor_count", known.num_multiprocessors),
     )
@@ -141,7 +147,8 @@ def _names() -> dict[str, DeviceSpec]:
             memory_source=card["memory_source"],
             bandwidth_bytes_per_s=card["bandwidth_gb_s"] * _GIGA,
             flops_per_s={name: rate * _TERA for name, rate in card["tflops"].items()},
-            bus_bytes_per_s=data["buses_gb_s"][card["bus"]] * _GIGA,
+            bus_bytes_per_s=data["buses_gb_s"][card["bus"]] * _GIGA if "bus" in card else None,
+            shares_host_memory="bus" not in card,
             capability=tuple(card["capability"]) if "capability" in card else None,
             num_multiprocessors=card["num_multiprocessors"],
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, cycle
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -254,6 +254,7 @@ def fake_device(
     allocated_bytes: Callable[[], int],
     on_pin: Callable[[Tensor], None],
     reads: RecordedReads | None = None,
+    shares_host_memory: bool = False,
 ) -> Iterator[tuple[dispatcher.FakeTensorMode, KnownValues]]:
     """Let tensors be fake, and a device of type :data:`KIND` exist; yields the mode, and what answers for values."""
     mode = dispatcher.QuickFakeMode(allow_non_fake_inputs=True)
@@ -262,6 +263,7 @@ def fake_device(
         module = ModuleType(f"torch.{FAKE_GPU_TYPE}")
         vars(module).update(
             device_functions(num_bytes, allocated_bytes),
+            get_device_properties=lambda *_: SimpleNamespace(is_integrated=shares_host_memory, total_memory=num_bytes),
             _is_in_bad_fork=lambda: False,
             is_bf16_supported=lambda *_, **__: True,
             get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],

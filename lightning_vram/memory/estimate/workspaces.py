@@ -99,12 +99,14 @@ def calibrate(on_progress: Callable[[str, float], None] = lambda stage, done: No
     """
     spec = describe_this_device()
     device = torch.device(accelerators.current_kind(), torch.accelerator.current_device_index())
+    if not accelerators.counts_peaks(device):
+        raise RuntimeError("Apple GPUs report no peak memory, and cannot be calibrated. Estimates do not need it.")
     on_progress("measuring the cuBLAS workspace", 0.0)
     workspace_bytes, is_kept = _measure_workspace(device)
     on_progress("measuring memory bandwidth", 0.1)
     memory_bytes_per_s = _measure_memory(device)
     on_progress("measuring host-device transfers", 0.3)
-    bus_bytes_per_s = measure_bus(device)
+    bus_bytes_per_s = None if spec.shares_host_memory else measure_bus(device)
     on_progress("measuring matmul throughput", 0.5)
     spec = replace(
         spec,
@@ -115,6 +117,8 @@ def calibrate(on_progress: Callable[[str, float], None] = lambda stage, done: No
         bus_bytes_per_s=bus_bytes_per_s,
         flops_per_s={**spec.flops_per_s, **_measure_products(device, spec)},
     )
+    if spec.shares_host_memory:  # whatever the host does not have free looks like the driver's own
+        return spec
     on_progress("measuring the CUDA context", 0.9)
     return replace(spec, context_bytes=_measure_context(device))  # last: kernels that are loaded by now count
 

@@ -11,7 +11,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from lightning_vram.memory.device.accelerators import PhasePeaks, stream_id
+from lightning_vram.memory.device.accelerators import PhasePeaks, counts_peaks, stream_id
 from lightning_vram.memory.device.measurement import Measurement
 from lightning_vram.memory.storages import ByStorage, iterate_storages, iterate_tensors
 from lightning_vram.memory.tracking.operator_listener import StorageSubscriber
@@ -472,7 +472,15 @@ class MemoryProbe:
                 peak_reserved_bytes=self._peaks.peak_reserved_bytes,
                 peak_by_phase={str(phase): peak for phase, peak in self._peaks.by_phase.items()},
             )
-            return measurement.with_timeline(timeline) if timeline is not None else measurement
+            if timeline is None:
+                return measurement
+            if not counts_peaks(self._device):  # those of the allocator are only the most that was read
+                peak_bytes = max(timeline.peak_bytes, measurement.peak_allocated_bytes)
+                phases = {str(phase): peak for phase, peak in timeline.peak_by_phase.items()}
+                measurement = replace(
+                    measurement, source="tracker", peak_allocated_bytes=peak_bytes, peak_by_phase=phases
+                )
+            return measurement.with_timeline(timeline)
         if timeline is None:
             return None
         return begin(

@@ -35,6 +35,7 @@ from lightning_vram.strategies.fsdp_offload.arguments import (
     check_master,
     check_module,
     check_run,
+    decline_offload,
     fitting_precision,
 )
 from lightning_vram.strategies.fsdp_offload.base import patch_trainer
@@ -82,6 +83,9 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
     their gradients back: 6 bytes per weight and step instead of 12. Weights that code of the model names, and those of
     layers that are called several times before a backward, or without autocast, stay in 32 bit; the first batch is
     computed in 32 bit, and counts the calls. Master weights, optimizer state and checkpoints are fp32.
+
+    On a GPU that shares the host's memory (GB10, Jetson), offloading frees nothing: with one warning, the strategy runs
+    with ``offload="none"``, unless ``nvme_path``, ``master`` or ``host_state`` saves memory.
 
     ``WeightAveraging`` keeps its average as a shard on the host. ``StochasticWeightAveraging``, which copies the
     module, and ``ModelPruning`` are not supported.
@@ -213,6 +217,7 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
         assert self.lightning_module is not None
         self._has_failed = False
         self.accelerator.setup(trainer)
+        decline_offload(self.arguments, self.root_device)
         check_run(trainer, self.root_device, self.arguments.device_bytes, type(self).__name__)
         is_stepping_here = self.arguments.offload != "none" and trainer.state.fn == TrainerFn.FITTING
         if is_stepping_here and self.arguments.cpu_threads is None:

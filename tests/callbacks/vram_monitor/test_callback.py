@@ -159,8 +159,9 @@ class FakeGPU:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.allocated, self.peak, self.num_reserved = 100, 100, 0
         monkeypatch.setattr(f"{MODULE}.has_cache", lambda device: True)
+        monkeypatch.setattr(f"{MODULE}.counts_peaks", lambda device: True)
         monkeypatch.setattr("lightning_vram.memory.device.accelerators.read_allocator", self._read)
-        monkeypatch.setattr("lightning_vram.memory.device.accelerators._module", lambda device: self)
+        monkeypatch.setattr("lightning_vram.memory.device.accelerators._allocator", lambda device: self)
 
     def spike(self, num_bytes: int) -> None:
         self.peak = max(self.peak, self.allocated + num_bytes)
@@ -168,7 +169,7 @@ class FakeGPU:
     def _read(self, device: torch.device) -> AllocatorBytes:
         return AllocatorBytes(self.allocated, self.allocated, self.peak, max(self.peak, self.num_reserved))
 
-    def reset_peak_memory_stats(self, device: torch.device) -> None:
+    def reset_peaks(self, device: torch.device) -> None:
         self.peak = self.allocated
 
 

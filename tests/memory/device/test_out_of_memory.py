@@ -184,12 +184,12 @@ def test_this_process_is_found_where_its_number_is_another_one():
 
 
 def test_the_blocks_of_the_allocator_are_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(out_of_memory, "read_snapshot", lambda: {"segments": [{"address": 64}]})
-    assert write_snapshot(tmp_path / "out.pickle")
+    monkeypatch.setattr(out_of_memory, "read_snapshot", lambda kind: {"segments": [{"address": 64}]})
+    assert write_snapshot(tmp_path / "out.pickle", "cuda")
     assert pickle.loads((tmp_path / "out.pickle").read_bytes()) == {"segments": [{"address": 64}]}
 
 
 def test_without_cuda_there_is_none(tmp_path):
     if not torch.cuda.is_initialized():
-        assert not write_snapshot(tmp_path / "out.pickle")
+        assert not write_snapshot(tmp_path / "out.pickle", "cuda")
         assert not (tmp_path / "out.pickle").exists()

@@ -19,6 +19,17 @@ from lightning_vram.memory.units import KIB, MIB
 
 MEMINFO = {"proc/meminfo": "MemTotal:  4000 kB\nMemFree:  1 kB\nMemAvailable:    3000 kB\nHugePages_Total: 0\n"}
 
+VM_STAT = """#!/bin/sh
+cat <<END
+Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                                1000.
+Pages active:                              9000.
+Pages inactive:                             300.
+Pages speculative:                           20.
+Pages wired down:                          5000.
+END
+"""
+
 
 def test_this_machine_has_some() -> None:
     available = available_host_bytes()
@@ -31,6 +42,12 @@ def test_without_limits_it_is_the_kernels_estimate(tmp_path: Path) -> None:
     assert available_host_bytes(root) == 3000 * KIB
     assert free_swap_bytes(root) == 0
     assert free_swap_bytes(write_files(tmp_path, {"proc/meminfo": "SwapTotal: 9 kB\nSwapFree:  7 kB\n"})) == 7 * KIB
+
+
+def test_on_macos_inactive_pages_are_available(tmp_path: Path) -> None:
+    root = write_files(tmp_path, {"usr/bin/vm_stat": VM_STAT})
+    (root / "usr/bin/vm_stat").chmod(0o755)
+    assert available_host_bytes(root) == (1000 + 300 + 20) * 16384
 
 
 def test_a_limit_of_a_group_or_of_one_around_it_counts_without_what_is_cache(tmp_path: Path) -> None:
