@@ -8,9 +8,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from support.helpers import ForkingOffload, LitTiny, TinyCNN, TinyGPT
+from support.helpers import ForkingOffload, LitTiny, TinyCNN, TinyGPT, write_files
+from support.pages import rows_of, section
+from support.parts import ROOT
 from support.planned_models import LitGPT
-from support.played_devices import MPS_MESSAGE, PlayedDevice, apple, gb10
+from support.played_devices import MPS_MESSAGE, PLAY, PlayedDevice, apple, gb10, gh200, proven, proves, rocm, xpu
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import BinaryAUROC
@@ -29,10 +31,104 @@ from lightning_vram import (
 )
 from lightning_vram.callbacks import hook_points
 from lightning_vram.core.host.transfers import copies_noted
-from lightning_vram.memory.estimate.device_spec import DeviceSpec, find_device
+from lightning_vram.memory.device import accelerators
+from lightning_vram.memory.device.accelerators import (
+    AllocatorBytes,
+    PeakWatch,
+    ProcessLimit,
+    empty_cache,
+    free_device_bytes,
+    limited_share,
+    shares_host_memory,
+)
+from lightning_vram.memory.device.out_of_memory import FailedRequest, OutOfMemorySource
+from lightning_vram.memory.estimate.device_spec import DeviceSpec, describe_this_device, find_device
+from lightning_vram.memory.host import reclaimable_gpu_bytes
 from lightning_vram.memory.units import GIB, MIB
+from lightning_vram.report.out_of_memory import CAUSES, OutOfMemory, Place, Work
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
+
+
+@proves("free memory", "Apple")
+def test_the_room_of_an_apple_gpu_is_what_the_host_has(monkeypatch):
+    mps = apple(monkeypatch, available=5 * GIB)
+    mps.live, mps.reserved = 2 * GIB, 3 * GIB
+    assert shares_host_memory(mps.device)
+    assert free_device_bytes(mps.device) == 6 * GIB  # with its own cache
+    mps.available = 30 * GIB
+    assert free_device_bytes(mps.device) == 20 * GIB  # Metal recommends no more than 22 in all
+    monkeypatch.setenv("PYTORCH_MPS_HIGH_WATERMARK_RATIO", "0.5")
+    assert free_device_bytes(mps.device) == 9 * GIB
+    assert empty_cache(mps.device) == GIB
+
+
+def test_peaks_of_an_apple_gpu_are_the_most_that_was_read(monkeypatch):
+    mps = apple(monkeypatch)
+    watch = PeakWatch(mps.device)
+    for live, reserved in ((5, 6), (9, 12), (4, 12)):
+        mps.live, mps.reserved = live * GIB, reserved * GIB
+        now = watch.read()
+    assert now == AllocatorBytes(4 * GIB, 12 * GIB, 9 * GIB, 12 * GIB)
+    watch.restart()
+    assert watch.read() == AllocatorBytes(4 * GIB, 12 * GIB, 4 * GIB, 12 * GIB)
+
+
+def test_the_limit_of_an_apple_gpu_is_put_back(monkeypatch):
+    mps = apple(monkeypatch)
+    limit = ProcessLimit(mps.device, 11 * GIB)
+    assert limited_share(mps.device) == 0.5
+    assert free_device_bytes(mps.device) == 11 * GIB
+    limit.remove()
+    assert mps.limits == [0.5, 1.7]  # PyTorch's own
+    assert limited_share(mps.device) == 1
+
+
+@proves("free memory", "GB10, Jetson")
+def test_page_cache_is_free_where_cpu_and_gpu_share_memory(monkeypatch):
+    spark = gb10(monkeypatch)
+    assert shares_host_memory(spark.device)
+    assert abs(free_device_bytes(spark.device) - spark.available) < 0.01 * spark.available
+    spark.live = spark.reserved = 10 * GIB  # the driver has no more than all of it
+    assert free_device_bytes(spark.device) == spark.total - 10 * GIB
+
+
+@proves("free memory", "AMD")
+@pytest.mark.parametrize(("total_gib", "is_shared"), [(64, True), (96, False)])
+def test_an_apu_with_memory_of_its_own_does_not_share_it(monkeypatch, total_gib, is_shared):
+    """Strix Halo: of 128 GiB, 96 may be set apart, and are no memory of the host."""
+    monkeypatch.setattr(accelerators, "total_host_bytes", lambda: 80 * GIB)
+    apu = rocm(monkeypatch, total_gib * GIB, is_integrated=1)
+    apu.free = 40 * GIB
+    assert shares_host_memory(apu.device) is is_shared
+    assert free_device_bytes(apu.device) == (50 if is_shared else 40) * GIB
+
+
+@proves("free memory", "GH200")
+def test_page_cache_in_the_memory_of_a_gh200_is_free(monkeypatch, tmp_path):
+    played = gh200(monkeypatch)
+    played.free = 60 * GIB
+    assert not shares_host_memory(played.device)
+    assert free_device_bytes(played.device) == 60 * GIB  # where the driver manages it alone
+    files = {
+        "proc/driver/nvidia/gpus/0009:01:00.0/numa_status": "Node:          1\nStatus:        online\n",
+        "sys/devices/system/node/node1/meminfo": (
+            "Node 1 MemFree: 1 kB\nNode 1 Active(file):  4194304 kB\nNode 1 Inactive(file):  20971520 kB\n"
+        ),
+    }
+    root = write_files(tmp_path, files)
+    monkeypatch.setattr(accelerators, "reclaimable_gpu_bytes", lambda address: reclaimable_gpu_bytes(address, root))
+    assert free_device_bytes(played.device) == (60 + 20 + 2) * GIB
+
+
+@proves("free memory", "Intel")
+@pytest.mark.parametrize("is_integrated", [False, True])
+def test_the_room_of_an_intel_gpu(monkeypatch, is_integrated):
+    played = xpu(monkeypatch, is_integrated_gpu=is_integrated)
+    played.free = 8 * GIB
+    assert shares_host_memory(played.device) is is_integrated
+    assert free_device_bytes(played.device) == (12 if is_integrated else 8) * GIB
+    assert describe_this_device("xpu").shares_host_memory is is_integrated
 
 
 def tiny():
@@ -62,6 +158,7 @@ class Varied(LitTiny):
         return DataLoader(self.net.samples(12), batch_size=1)
 
 
+@proves("EmptyCache", "Apple")
 def test_an_apple_gpu_keeps_little_more_than_a_step_needs(fit, monkeypatch):
     mps = apple(monkeypatch)
     alone = fit(lambda: Varied(mps, growth=5 * GIB), **mps.trainer_arguments())
@@ -77,6 +174,7 @@ def test_a_step_that_reuses_its_blocks_keeps_them(fit, monkeypatch):
     assert mps.releases == 0
 
 
+@proves("VRAMMonitor", "Apple")
 def test_a_monitor_tracks_an_apple_gpu_and_reads_what_the_driver_holds(fit, monkeypatch):
     on_host = VRAMMonitor(path=None)
     fit(tiny, on_host)
@@ -90,32 +188,69 @@ def test_a_monitor_tracks_an_apple_gpu_and_reads_what_the_driver_holds(fit, monk
     assert (found.device, found.source, found.peak_reserved_bytes) == ("mps:0", "tracker", 9 * GIB)
 
 
+CUDA_MESSAGE = (
+    "{} out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 16.00 GiB of which 1.00 GiB is free. "
+    "Of the allocated memory 13.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated."
+)
+MESSAGES = {
+    "Apple": MPS_MESSAGE.format(held=9, other=2, allowed=22, asked=12),
+    "GB10, Jetson": CUDA_MESSAGE.format("CUDA"),
+    "AMD": CUDA_MESSAGE.format("HIP"),
+    "Intel": CUDA_MESSAGE.format("XPU"),
+}
+
+
 class TooLarge(LitTiny):
-    """More than two samples are too many, in words of Metal."""
+    """More than two samples are too many."""
+
+    def __init__(self, message):
+        super().__init__(TinyCNN())
+        self.message = message
 
     def training_step(self, batch, batch_idx):
         if len(batch[0]) > 2:
-            raise RuntimeError(MPS_MESSAGE.format(held=9, other=2, allowed=22, asked=12))
+            raise RuntimeError(self.message)
         return super().training_step(batch, batch_idx)
 
 
-def test_a_batch_that_metal_refuses_is_split(fit, same_as_baseline, monkeypatch):
-    mps = apple(monkeypatch)
-    mps.reserved = 5 * GIB
+@proves("MicroBatching", *MESSAGES)
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_batch_that_a_device_refuses_is_split(same_as_baseline, monkeypatch, name):
+    played = PLAY[name](monkeypatch)
+    played.reserved = 5 * GIB
     same_as_baseline(
-        lambda: TooLarge(TinyCNN()),
+        lambda: TooLarge(MESSAGES[name]),
         MicroBatching("auto"),
         baseline={"callbacks": [MicroBatching(2)]},
-        **mps.trainer_arguments(),
+        **played.trainer_arguments(),
     )
-    assert mps.releases >= 1
+    assert played.releases >= 1
 
 
+GENERAL = ("GB10, Jetson", "GH200", "AMD", "Intel")
+
+
+@proves("VRAMMonitor", *GENERAL)
+@proves("EmptyCache", *GENERAL)
+@proves("MemoryBudget", *GENERAL)
+@pytest.mark.parametrize("name", GENERAL)
+def test_a_device_with_the_names_of_cuda_is_read_emptied_and_limited(fit, monkeypatch, name):
+    played, monitor = PLAY[name](monkeypatch), VRAMMonitor(path=None)
+    played.live = played.peak = played.reserved = 7 * GIB
+    fit(tiny, monitor, EmptyCache(every_n_batches=1), MemoryBudget("8GiB"), **played.trainer_arguments())
+    found = monitor.peaks["train"]
+    assert (found.device, found.source) == (str(played.device), "allocator")
+    assert (found.peak_allocated_bytes, found.peak_reserved_bytes) == (7 * GIB, 7 * GIB)
+    assert played.releases >= 3
+    assert played.limits == [8 * GIB / played.total, 1.0]
+
+
+@proves("OOM report", "Apple")
 def test_the_page_of_an_apple_gpu(fit, monkeypatch, tmp_path):
     mps = apple(monkeypatch)
     mps.live, mps.reserved = 7 * GIB, 11 * GIB
     with pytest.raises(RuntimeError, match="MPS backend"):
-        fit(lambda: TooLarge(TinyCNN()), VRAMMonitor(), **mps.trainer_arguments())
+        fit(lambda: TooLarge(MESSAGES["Apple"]), VRAMMonitor(), **mps.trainer_arguments())
     page = (tmp_path / "out_of_memory.md").read_text()
     for row in (
         "asked for | 12.00 GiB",
@@ -128,6 +263,26 @@ def test_the_page_of_an_apple_gpu(fit, monkeypatch, tmp_path):
     ):
         assert row in page
     assert not re.search("fsdp_offload|ActivationOffload|PYTORCH_CUDA|torch.cuda", page)
+
+
+@proves("OOM report", "GB10, Jetson", "AMD", "Intel")
+@pytest.mark.parametrize(
+    ("name", "helps", "absent"),
+    [
+        ("GB10, Jetson", "AutoVRAM", "fsdp_offload|ActivationOffload"),
+        ("AMD", "AutoVRAM", "expandable_segments|nvidia-smi"),
+        ("Intel", "AutoVRAM", "expandable_segments|nvidia-smi"),
+    ],
+)
+def test_the_page_of_a_device_with_the_names_of_cuda(fit, monkeypatch, tmp_path, name, helps, absent):
+    played = PLAY[name](monkeypatch)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fit(lambda: TooLarge(MESSAGES[name]), VRAMMonitor(), **played.trainer_arguments())
+    page = (tmp_path / "out_of_memory.md").read_text()
+    assert f"{played.device} has | 16.00 GiB" in page
+    assert "in tensors of this process | 13.00 GiB" in page
+    assert helps in page
+    assert not re.search(absent, page.partition("## The error")[0])
 
 
 class Blocks(pl.LightningModule):
@@ -148,6 +303,7 @@ class Blocks(pl.LightningModule):
         return DataLoader(torch.ones(4096, 64), batch_size=2048)
 
 
+@proves("AutoVRAM", "Apple", "GB10, Jetson")
 @pytest.mark.parametrize(("play", "budget_mib"), [(apple, 30), (gb10, 98)])  # workspaces are 64 MiB of it
 def test_what_does_not_fit_is_planned_without_the_host(same_as_baseline, monkeypatch, caplog, play, budget_mib):
     caplog.set_level("INFO", "lightning.pytorch")
@@ -159,6 +315,15 @@ def test_what_does_not_fit_is_planned_without_the_host(same_as_baseline, monkeyp
     assert "ffload" not in logged
 
 
+@proves("AutoVRAM", "AMD", "Intel", "GH200")
+@pytest.mark.parametrize("name", ["AMD", "Intel", "GH200"])
+def test_a_run_that_fits_is_left_alone(fit, monkeypatch, name):
+    played, auto = PLAY[name](monkeypatch), AutoVRAM(cache=False)
+    played.free = 15 * GIB
+    fit(LitGPT, auto, **played.trainer_arguments())
+    assert auto.budget_bytes == pytest.approx(0.97 * 15 * GIB, rel=0.01)
+
+
 def test_the_budget_of_a_gb10_counts_its_page_cache_as_free(fit, monkeypatch):
     spark = gb10(monkeypatch)
     spark.available, auto = 100 * GIB, AutoVRAM(cache=False)
@@ -166,6 +331,7 @@ def test_the_budget_of_a_gb10_counts_its_page_cache_as_free(fit, monkeypatch):
     assert auto.budget_bytes == pytest.approx(0.97 * 100 * GIB, rel=0.01)
 
 
+@proves("MemoryBudget", "Apple")
 def test_a_limit_of_an_apple_gpu_is_kept_and_the_advice_offloads_nothing(fit, monkeypatch):
     mps = apple(monkeypatch)
     with pytest.raises(MisconfigurationException, match=r"What helps: .*ActivationCheckpointing\(\)\.$") as caught:
@@ -177,6 +343,11 @@ def test_a_limit_of_an_apple_gpu_is_kept_and_the_advice_offloads_nothing(fit, mo
 DECLINES = "{} offloads nothing: .* shares the memory of the host, so offloading frees none\\."
 
 
+SHARING = ("Apple", "GB10, Jetson")
+
+
+@proves("ActivationOffload", *SHARING, outcome="declined")
+@pytest.mark.parametrize("play", [apple, gb10])
 @pytest.mark.parametrize(
     ("callback", "name"),
     [
@@ -188,10 +359,10 @@ DECLINES = "{} offloads nothing: .* shares the memory of the host, so offloading
     ],
     ids=["offload", "budget"],
 )
-def test_activations_are_not_copied_to_the_same_memory(same_as_baseline, monkeypatch, callback, name):
-    copies, spark = [], gb10(monkeypatch)
+def test_activations_are_not_copied_to_the_same_memory(same_as_baseline, monkeypatch, callback, name, play):
+    copies, played = [], play(monkeypatch)
     with copies_noted(lambda way, num_bytes: copies.append(num_bytes)), pytest.warns(match=DECLINES.format(name)):
-        same_as_baseline(lambda: LitTiny(TinyGPT()), callback, **spark.trainer_arguments())
+        same_as_baseline(lambda: LitTiny(TinyGPT()), callback, **played.trainer_arguments())
     assert copies == []
 
 
@@ -208,6 +379,7 @@ def shared_host(monkeypatch):
     monkeypatch.setattr(hook_points, "shares_host_memory", lambda device: True)
 
 
+@proves("FSDPOffloadStrategy", "GB10, Jetson", outcome="declined")
 @pytest.mark.usefixtures("shared_host")
 @pytest.mark.parametrize(
     ("arguments", "offload"), [({"pin_memory": False}, "none"), ({"host_state": "bf16"}, "params")], ids=str
@@ -233,6 +405,7 @@ class Scored(LitTiny):
         return super().training_step(batch, batch_idx)
 
 
+@proves("MetricOffload", *SHARING, outcome="declined")
 @pytest.mark.usefixtures("shared_host")
 def test_lists_of_metrics_stay(fit):
     offload = MetricOffload()
@@ -248,6 +421,7 @@ def plan(**properties):
     return plan_memory(Blocks(), torch.ones(16384, 64), device=card, budget="220MiB")
 
 
+@proves("ActivationOffload", "GH200")
 def test_a_fast_link_is_used_where_it_is_faster_than_recomputation():
     slow, fast = plan(bus_bytes_per_s=5e9), plan(bus_bytes_per_s=450e9)
     assert "ActivationCheckpointing" in str(slow.best.scheme)
@@ -271,3 +445,25 @@ def test_an_estimate_declines_what_a_run_declines():
         return estimate_memory(Blocks(), rows, device=orin, trainer=trainer, find_limits=False).peak_bytes
 
     assert peak(ActivationOffload()) == peak()
+
+
+@pytest.mark.parametrize(
+    ("hip", "shares", "absent"), [("7.2", False, "expandable|nvidia-smi"), (None, True, "fsdp_offload|MetricOffload")]
+)
+def test_hints_are_those_of_the_device(monkeypatch, hip, shares, absent):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.version, "cuda", None if hip else "13.0")
+    found = OutOfMemory("", OutOfMemorySource.DEVICE, "cuda:0", FailedRequest(), "train", Place(Work.OTHER))
+    ddp = "DDPStrategy(gradient_as_bucket_view=True)"
+    found.shares_host_memory, found.ddp_views = shares, (ddp,)
+    hints = [cause.helps(found) for cause in CAUSES]
+    assert all(hints)
+    listed = "\n".join(hint for some in hints for hint in some)
+    assert f"4 bytes per parameter less: `strategy={ddp}`" in listed
+    assert not re.search(absent, listed)
+
+
+def test_the_table_says_what_is_proven():
+    head, *rows = rows_of(section(ROOT / "lightning_vram/memory/device/README.md", "What is tested"))
+    cells = {(row[0].strip("`"), device): cell for row in rows for device, cell in zip(head[1:], row[1:], strict=True)}
+    assert {key: cell for key, cell in cells.items() if cell not in ("untested", "refused")} == proven

@@ -17,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import override
@@ -37,6 +38,7 @@ from lightning_vram.memory.tracking.timeline import MemoryTimeline
 from lightning_vram.memory.tracking.tracker import MemoryTracker, track_memory
 from lightning_vram.memory.units import MIB, format_bytes
 from lightning_vram.private_names.dispatcher import UNKNOWN_VALUES, UnsupportedOperatorException, without_modes
+from lightning_vram.private_names.lightning import ddp_arguments
 from lightning_vram.private_names.torch import forget_compiled_steps
 
 FIRST_STEP, STEP, VALIDATION = "first step", "train", "validation"
@@ -91,12 +93,18 @@ def trace_fit(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:
     what = [module, batch, *chain(*fake_trainer.parts_of(run.trainer_arguments, run.run_callbacks).values())]
     for known, known_what, traced in run.known or ():
         is_known = replace(known, trainer_arguments={}) == replace(run, trainer_arguments={})
+        is_known &= _has_bucket_views(known) == _has_bucket_views(run)  # all that a plan changes in a given strategy
         if is_known and len(what) == len(known_what) and all(map(is_, what, known_what)):
             return traced
     traced = _fit_with_reads(module, batch, run)
     if run.known is not None and not run.known:
         run.known.append((run, what, traced))
     return traced
+
+
+def _has_bucket_views(run: FitRun) -> bool:
+    strategy = run.trainer_arguments.get("strategy")
+    return isinstance(strategy, DDPStrategy) and bool(ddp_arguments(strategy).get("gradient_as_bucket_view"))
 
 
 def _fit_with_reads(module: pl.LightningModule, batch: Any, run: FitRun) -> TracedFit:

@@ -141,8 +141,7 @@ class LibraryForm(StateForm):
             or not (is_ao or all(group.get("decoupled_weight_decay") for group in groups)),
         }
         reasons |= {f"{name}({key}={group[key]!r})": True for group in groups for key in _UNKNOWN if group.get(key)}
-        elsewhere = (p.device for p in parameters if p.device.type not in ("cuda", "xpu"))
-        reasons |= {f"parameters on {device}, only on CUDA, ROCm and XPU": True for device in elsewhere}
+        reasons |= {f"parameters on {p.device}, only on CUDA": True for p in parameters if p.device.type != "cuda"}
         return next((reason for reason, is_so in reasons.items() if is_so), None)
 
     @override

@@ -37,7 +37,6 @@ class Place:
     function: str = ""  # innermost in Python
 
 
-_MONITORS = {"cuda": "nvidia-smi" if torch.version.hip is None else "rocm-smi", "xpu": "xpu-smi ps"}
 _MANY_BATCHES, _MOSTLY = 8, 0.75
 _GROWN_SHARE = 0.05  # of what there is
 
@@ -138,6 +137,12 @@ def _bucket_views(found: OutOfMemory) -> str:
     return views.format(found.ddp_views[0]) if found.ddp_views else ""
 
 
+def _monitor(found: OutOfMemory) -> str:
+    if found.kind == "cuda" and not found.shares_host_memory:
+        return "nvidia-smi" if torch.version.hip is None else "rocm-smi"
+    return "xpu-smi ps" if found.kind == "xpu" else "top"
+
+
 def _expandable_segments(found: OutOfMemory) -> str:
     if found.kind != "cuda" or not supports_expandable_segments():
         return ""
@@ -201,7 +206,7 @@ CAUSES = (
         "another process is on the device",
         _is_others_fault,
         (
-            lambda found: f"find the process, and end it if it is yours: `{_MONITORS.get(found.kind, 'top')}`",
+            lambda found: f"find the process, and end it if it is yours: `{_monitor(found)}`",
             "a configuration that fits the rest: `callbacks=[AutoVRAM()]`",
         ),
         lambda found: (

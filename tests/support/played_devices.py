@@ -93,3 +93,30 @@ def gb10(patch: pytest.MonkeyPatch) -> PlayedDevice:
     )
     played.free = int(41.52 * GIB)
     return played
+
+
+def gh200(patch: pytest.MonkeyPatch) -> PlayedDevice:
+    """Play a GH200: memory of its own, which the kernel manages as a NUMA node."""
+    address = {"pci_domain_id": 9, "pci_bus_id": 1, "pci_device_id": 0}
+    return PlayedDevice(patch, "cuda", 94 * GIB, 400 * GIB, is_integrated=0, **address)
+
+
+def rocm(patch: pytest.MonkeyPatch, total: int = 64 * GIB, **properties: Any) -> PlayedDevice:
+    """Play a GPU of AMD, which has CUDA's names."""
+    patch.setattr(torch.version, "hip", "7.2")
+    return PlayedDevice(patch, "cuda", total, 50 * GIB, **properties)
+
+
+def xpu(patch: pytest.MonkeyPatch, **properties: Any) -> PlayedDevice:
+    """Play a GPU of Intel."""
+    return PlayedDevice(patch, "xpu", 16 * GIB, 12 * GIB, **properties)
+
+
+PLAY = {"Apple": apple, "GB10, Jetson": gb10, "GH200": gh200, "AMD": rocm, "Intel": xpu}
+proven: dict[tuple[str, str], str] = {}
+
+
+def proves(feature: str, *devices: str, outcome: str = "played") -> Any:
+    """Note that a test proves what the table of lightning_vram/memory/device/README.md says."""
+    proven.update(dict.fromkeys(((feature, device) for device in devices), outcome))
+    return lambda test: test

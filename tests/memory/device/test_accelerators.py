@@ -9,17 +9,14 @@ import pytest
 import torch
 from support.devices import DEVICE, device_module
 from support.helpers import write_files
-from support.played_devices import PlayedDevice, apple, gb10
 
 import lightning_vram
 from lightning_vram.memory.device import accelerators
 from lightning_vram.memory.device.accelerators import (
     SETTING,
     VARIABLES,
-    AllocatorBytes,
     PeakWatch,
     PhasePeaks,
-    ProcessLimit,
     configure_allocator,
     current_kind,
     empty_cache,
@@ -31,17 +28,13 @@ from lightning_vram.memory.device.accelerators import (
     has_statistics,
     has_streams,
     is_capturing,
-    limited_share,
     pci_address,
     pin_in_place,
     read_allocator,
     reset_peaks,
-    shares_host_memory,
     stream_id,
     supports_expandable_segments,
 )
-from lightning_vram.memory.estimate.device_spec import describe_this_device
-from lightning_vram.memory.host import reclaimable_gpu_bytes
 from lightning_vram.memory.tracking.timeline import Phase
 from lightning_vram.memory.units import GIB, MIB
 
@@ -281,85 +274,6 @@ def test_peaks_survive_those_of_others(fake):
     assert room.read().peak_allocated_bytes == 11 * GIB
     assert watch.read().peak_allocated_bytes == 25 * GIB
     assert watch.read().allocated_bytes == 11 * GIB
-
-
-def test_the_room_of_an_apple_gpu_is_what_the_host_has(monkeypatch):
-    mps = apple(monkeypatch, available=5 * GIB)
-    mps.live, mps.reserved = 2 * GIB, 3 * GIB
-    assert shares_host_memory(mps.device)
-    assert free_device_bytes(mps.device) == 6 * GIB  # with its own cache
-    mps.available = 30 * GIB
-    assert free_device_bytes(mps.device) == 20 * GIB  # Metal recommends no more than 22 in all
-    monkeypatch.setenv("PYTORCH_MPS_HIGH_WATERMARK_RATIO", "0.5")
-    assert free_device_bytes(mps.device) == 9 * GIB
-    assert empty_cache(mps.device) == GIB
-
-
-def test_peaks_of_an_apple_gpu_are_the_most_that_was_read(monkeypatch):
-    mps = apple(monkeypatch)
-    watch = PeakWatch(mps.device)
-    for live, reserved in ((5, 6), (9, 12), (4, 12)):
-        mps.live, mps.reserved = live * GIB, reserved * GIB
-        now = watch.read()
-    assert now == AllocatorBytes(4 * GIB, 12 * GIB, 9 * GIB, 12 * GIB)
-    watch.restart()
-    assert watch.read() == AllocatorBytes(4 * GIB, 12 * GIB, 4 * GIB, 12 * GIB)
-
-
-def test_the_limit_of_an_apple_gpu_is_put_back(monkeypatch):
-    mps = apple(monkeypatch)
-    limit = ProcessLimit(mps.device, 11 * GIB)
-    assert limited_share(mps.device) == 0.5
-    assert free_device_bytes(mps.device) == 11 * GIB
-    limit.remove()
-    assert mps.limits == [0.5, 1.7]  # PyTorch's own
-    assert limited_share(mps.device) == 1
-
-
-def test_page_cache_is_free_where_cpu_and_gpu_share_memory(monkeypatch):
-    spark = gb10(monkeypatch)
-    assert shares_host_memory(spark.device)
-    assert abs(free_device_bytes(spark.device) - spark.available) < 0.01 * spark.available
-    spark.live = spark.reserved = 10 * GIB  # the driver has no more than all of it
-    assert free_device_bytes(spark.device) == spark.total - 10 * GIB
-
-
-@pytest.mark.parametrize(("total_gib", "is_shared"), [(64, True), (96, False)])
-def test_an_apu_with_memory_of_its_own_does_not_share_it(monkeypatch, total_gib, is_shared):
-    """Strix Halo: of 128 GiB, 96 may be set apart, and are no memory of the host."""
-    monkeypatch.setattr(torch.version, "hip", "7.2")
-    monkeypatch.setattr(accelerators, "total_host_bytes", lambda: 80 * GIB)
-    apu = PlayedDevice(monkeypatch, "cuda", total_gib * GIB, available=50 * GIB, is_integrated=1)
-    apu.free = 40 * GIB
-    assert shares_host_memory(apu.device) is is_shared
-    assert free_device_bytes(apu.device) == (50 if is_shared else 40) * GIB
-
-
-def test_page_cache_in_the_memory_of_a_gh200_is_free(monkeypatch, tmp_path):
-    gh200 = PlayedDevice(
-        monkeypatch, "cuda", 94 * GIB, 400 * GIB, is_integrated=0, pci_domain_id=9, pci_bus_id=1, pci_device_id=0
-    )
-    gh200.free = 60 * GIB
-    assert not shares_host_memory(gh200.device)
-    assert free_device_bytes(gh200.device) == 60 * GIB  # where the driver manages it alone
-    files = {
-        "proc/driver/nvidia/gpus/0009:01:00.0/numa_status": "Node:          1\nStatus:        online\n",
-        "sys/devices/system/node/node1/meminfo": (
-            "Node 1 MemFree: 1 kB\nNode 1 Active(file):  4194304 kB\nNode 1 Inactive(file):  20971520 kB\n"
-        ),
-    }
-    root = write_files(tmp_path, files)
-    monkeypatch.setattr(accelerators, "reclaimable_gpu_bytes", lambda address: reclaimable_gpu_bytes(address, root))
-    assert free_device_bytes(gh200.device) == (60 + 20 + 2) * GIB
-
-
-@pytest.mark.parametrize("is_integrated", [False, True])
-def test_the_room_of_an_intel_gpu(monkeypatch, is_integrated):
-    xpu = PlayedDevice(monkeypatch, "xpu", 16 * GIB, available=12 * GIB, is_integrated_gpu=is_integrated)
-    xpu.free = 8 * GIB
-    assert shares_host_memory(xpu.device) is is_integrated
-    assert free_device_bytes(xpu.device) == (12 if is_integrated else 8) * GIB
-    assert describe_this_device("xpu").shares_host_memory is is_integrated
 
 
 @pytest.mark.device
