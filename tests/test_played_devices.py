@@ -340,7 +340,7 @@ def test_a_limit_of_an_apple_gpu_is_kept_and_the_advice_offloads_nothing(fit, mo
     assert mps.limits == [6 * MIB / mps.total, 1.7]
 
 
-DECLINES = "{} offloads nothing: .* shares the memory of the host, so offloading frees none\\."
+DECLINES = "{}: .* shares memory with the CPU, so offload frees nothing\\. {}"
 
 
 SHARING = ("Apple", "GB10, Jetson")
@@ -349,19 +349,19 @@ SHARING = ("Apple", "GB10, Jetson")
 @proves("ActivationOffload", *SHARING, outcome="declined")
 @pytest.mark.parametrize("play", [apple, gb10])
 @pytest.mark.parametrize(
-    ("callback", "name"),
+    ("callback", "words"),
     [
-        (ActivationOffload(1), "ActivationOffload"),
+        (ActivationOffload(1), ("ActivationOffload has no effect", r"Use ActivationCheckpointing\(\), or Act")),
         (
             ActivationCheckpointing(budget="1MiB", remedies=("recompute", "offload")),
-            r"ActivationCheckpointing\(remedies=\('recompute', 'offload'\)\)",
+            ("ActivationCheckpointing only recomputes", "Leave out 'offload'\\."),
         ),
     ],
     ids=["offload", "budget"],
 )
-def test_activations_are_not_copied_to_the_same_memory(same_as_baseline, monkeypatch, callback, name, play):
+def test_activations_are_not_copied_to_the_same_memory(same_as_baseline, monkeypatch, callback, words, play):
     copies, played = [], play(monkeypatch)
-    with copies_noted(lambda way, num_bytes: copies.append(num_bytes)), pytest.warns(match=DECLINES.format(name)):
+    with copies_noted(lambda way, num_bytes: copies.append(num_bytes)), pytest.warns(match=DECLINES.format(*words)):
         same_as_baseline(lambda: LitTiny(TinyGPT()), callback, **played.trainer_arguments())
     assert copies == []
 
@@ -388,7 +388,9 @@ def test_the_strategy_keeps_on_the_device_what_frees_nothing_on_the_host(fit, ar
     strategy = ForkingOffload(**arguments)
     with ExitStack() as stack:
         if offload == "none":
-            stack.enter_context(pytest.warns(match=DECLINES.format("FSDPOffloadStrategy")))
+            stack.enter_context(
+                pytest.warns(match=DECLINES.format("FSDPOffloadStrategy runs with offload='none'", "nvme_path"))
+            )
         fit(tiny, strategy=strategy, devices=1)
     assert strategy.arguments.offload == offload
     assert strategy.make_again().arguments.offload == offload
@@ -409,7 +411,7 @@ class Scored(LitTiny):
 @pytest.mark.usefixtures("shared_host")
 def test_lists_of_metrics_stay(fit):
     offload = MetricOffload()
-    with pytest.warns(match=DECLINES.format("MetricOffload")):
+    with pytest.warns(match=DECLINES.format("MetricOffload has no effect", "Remove it")):
         fit(Scored, offload)
 
 
@@ -454,12 +456,11 @@ def test_hints_are_those_of_the_device(monkeypatch, hip, shares, absent):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.version, "cuda", None if hip else "13.0")
     found = OutOfMemory("", OutOfMemorySource.DEVICE, "cuda:0", FailedRequest(), "train", Place(Work.OTHER))
-    ddp = "DDPStrategy(gradient_as_bucket_view=True)"
-    found.shares_host_memory, found.ddp_views = shares, (ddp,)
+    found.shares_host_memory = found.may_view_buckets = shares
     hints = [cause.helps(found) for cause in CAUSES]
     assert all(hints)
     listed = "\n".join(hint for some in hints for hint in some)
-    assert f"4 bytes per parameter less: `strategy={ddp}`" in listed
+    assert ("`strategy=DDPStrategy(gradient_as_bucket_view=True)`" in listed) is shares
     assert not re.search(absent, listed)
 
 

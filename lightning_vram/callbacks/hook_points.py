@@ -139,11 +139,11 @@ class FitTechnique(Callback, ABC):
         self._undo()
 
 
-def frees_nothing(name: str, device: torch.device) -> bool:
-    """Warn, and return ``True``, if ``device`` computes in host memory: what is offloaded there frees nothing."""
+def offload_is_useless(device: torch.device, result: str, way_out: str) -> bool:
+    """Warn, and return ``True``, if ``device`` shares the host's memory; ``result`` says what happens instead."""
     is_shared = shares_host_memory(device)
     if is_shared:
-        rank_zero_warn(f"{name} offloads nothing: {device} shares the memory of the host, so offloading frees none.")
+        rank_zero_warn(f"{result}: {device} shares memory with the CPU, so offload frees nothing. {way_out}")
     return is_shared
 
 

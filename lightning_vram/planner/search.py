@@ -11,7 +11,7 @@ are for activations, and are tried on top of each scheme. Nothing is added to a 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -20,7 +20,7 @@ from lightning_vram.estimation.fake_trainer import as_list
 from lightning_vram.memory.units import MIB, format_argument, parse_bytes
 from lightning_vram.planner import scheme as schemes
 from lightning_vram.private_names.dispatcher import is_compiled
-from lightning_vram.private_names.lightning import ddp_arguments, has_ddp_hook
+from lightning_vram.private_names.lightning import ddp_arguments, is_plain_ddp
 
 EXACT, LOSSLESS, ANY = schemes.Exactness
 
@@ -122,19 +122,19 @@ DDP = "lightning.pytorch.strategies.DDPStrategy"
 
 
 def bucket_views(own: Mapping[str, Any], num_ranks: int) -> list[schemes.Part]:
-    """Return DDP as the user has it, with gradients as views of its buckets; nothing if that is set, or not DDP."""
+    """Return DDP with its arguments and gradients as views of its buckets; nothing if that is set, or not DDP."""
     strategy = own.get("strategy")
     arguments: Mapping[str, Any] | None = None
     if has_plain_strategy(own):
         arguments = {} if num_ranks > 1 else None
     elif strategy == "ddp_find_unused_parameters_true":
         arguments = {"find_unused_parameters": True}
-    elif type(strategy) is DDPStrategy and not has_ddp_hook(strategy):
-        arguments = ddp_arguments(strategy)
+    elif is_plain_ddp(strategy):
+        arguments = ddp_arguments(cast(DDPStrategy, strategy))
     is_plain = arguments is not None and all(isinstance(value, bool | int | float) for value in arguments.values())
     if arguments is None or not is_plain or "gradient_as_bucket_view" in arguments:
         return []
-    # Reducing divides gradients by the number of ranks; in a view, it multiplies them by its reciprocal.
+    # A copy into a bucket multiplies gradients by the reciprocal of the number of ranks; a view is divided by it.
     exactness = EXACT if num_ranks & (num_ranks - 1) == 0 else LOSSLESS
     note = "stores gradients in DDP's buckets only, not a second time"
     return [schemes.Part(DDP, {**arguments, "gradient_as_bucket_view": True}, "strategy", exactness, note)]

@@ -60,7 +60,7 @@ class OutOfMemory:
     cut: str = ""  # what ended the estimates of remedies early; empty: nothing
     budget_bytes: int | None = None  # that the step may use; None: unknown
     shares_host_memory: bool = False  # whether the device does
-    ddp_views: tuple[str, ...] = ()  # DDP with gradients as views of its buckets, in Python; empty: set, or not DDP
+    may_view_buckets: bool = False  # whether gradients are not views of DDP's buckets, and may be
 
     @property
     def kind(self) -> str:
@@ -133,14 +133,17 @@ def _if_host_has_more(text: str) -> Hint:
 
 
 def _bucket_views(found: OutOfMemory) -> str:
-    views = "gradients in DDP's buckets only, 4 bytes per parameter less: `strategy={}`"
-    return views.format(found.ddp_views[0]) if found.ddp_views else ""
+    views = (
+        "gradients in DDP's buckets only, 4 bytes per parameter less: `strategy=DDPStrategy({})`, and your arguments"
+    )
+    return views.format("gradient_as_bucket_view=True") if found.may_view_buckets else ""
 
 
 def _monitor(found: OutOfMemory) -> str:
-    if found.kind == "cuda" and not found.shares_host_memory:
-        return "nvidia-smi" if torch.version.hip is None else "rocm-smi"
-    return "xpu-smi ps" if found.kind == "xpu" else "top"
+    """Return the command that lists the processes of a device."""
+    if found.kind == "cuda" and torch.version.hip is not None:
+        return "amd-smi process"
+    return {"cuda": "nvidia-smi", "xpu": "xpu-smi ps"}.get(found.kind, "top")
 
 
 def _expandable_segments(found: OutOfMemory) -> str:

@@ -21,7 +21,7 @@ EXCEPTIONS = {
         "says when memory is let go of: _let_go asks again, and waits"
     ),
     ("callbacks.activation_checkpointing.callback", "torch.accelerator.synchronize(device)"): _STEP_TIMED,
-    ("callbacks.auto_vram.decision", "torch.get_device_module(self._device).synchronize(self._device)"): _STEP_TIMED,
+    ("callbacks.auto_vram.decision", "torch.accelerator.synchronize(self._device)"): _STEP_TIMED,
     ("core.host.transfers", "started.wait()"): "sets the number of threads; nothing is on the device",
     ("core.host.transfers", "ticket._is_done.wait(PATIENCE_SECONDS)"): "the loop around it would go round without it",
     ("core.ranks", "work.wait()"): "several ranks, by gloo: tests/core/processes",

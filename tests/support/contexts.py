@@ -21,8 +21,8 @@ Arguments = dict[str, Any]
 HERE = "lightning_vram/callbacks/"
 NO_GPU = "FSDP1, DeepSpeed"  # Lightning has them on CUDA only: what we refuse is tested, the rest is not
 ACCUMULATION = "gradient accumulation"
-CONTEXTS = ["DDP", "FSDP2", NO_GPU, "torch.compile", "manual optimization", ACCUMULATION, "fp16", "CPU", "MPS"]
-TRAINED = [context for context in CONTEXTS if context not in (NO_GPU, "MPS")]
+CONTEXTS = ["DDP", "FSDP2", NO_GPU, "torch.compile", "manual optimization", ACCUMULATION, "fp16", "CPU"]
+TRAINED = [context for context in CONTEXTS if context != NO_GPU]
 MOVES = "both strategies move parameters that these features read; use FSDP2"
 
 NO_BUDGET = "but `budget=` is an error with compiled layers"
@@ -51,7 +51,7 @@ class Feature:
     baseline: Callable[[str], Arguments] = lambda context: {}  # of the run that it is compared with
 
     def outcome_in(self, context: str) -> str:
-        default = "untested" if context in (NO_GPU, "MPS") else self.outcome
+        default = "untested" if context == NO_GPU else self.outcome
         return self.other.get(context, (default,))[0]
 
 

@@ -23,7 +23,7 @@ from lightning_vram.callbacks.hook_points import (
     AroundStep,
     Depth,
     FitTechnique,
-    frees_nothing,
+    offload_is_useless,
     refuse_moved_parameters,
 )
 from lightning_vram.core.host.memory import OffloadError, hidden_from_modes
@@ -156,7 +156,7 @@ class ActivationCheckpointing(FitTechnique):
             first batch on the rank that needs most. Not for compiled layers.
         remedies: Means to meet a ``budget``. ``("recompute",)``: recomputation only. ``("recompute", "offload")``:
             tensors saved first in a forward are offloaded to the host, as much as PCIe bandwidth allows, and only the
-            rest is recomputed.
+            rest is recomputed. On a GPU that shares memory with the CPU it warns and only recomputes.
         offload_bytes: Most bytes to offload per forward, such as ``"4GiB"``. ``"auto"``: the time of the first step's
             forward times the measured copy bandwidth.
         determinism_check: ``"outputs"`` compares shapes in every call, and samples of the tensors that autograd saves
@@ -295,8 +295,8 @@ class ActivationCheckpointing(FitTechnique):
                 f"({show_names(compiled)}): the compiler chooses what to save. Leave out budget to recompute all of "
                 "them, or do not compile them."
             )
-        name = "ActivationCheckpointing(remedies=('recompute', 'offload'))"
-        if self._offload_bytes is not None and not frees_nothing(name, trainer.strategy.root_device):
+        device, result = trainer.strategy.root_device, "ActivationCheckpointing only recomputes"
+        if self._offload_bytes is not None and not offload_is_useless(device, result, "Leave out 'offload'."):
             self._offload = BudgetOffload(trainer, self._offload_bytes)
         self._budgeted = BudgetedCheckpointing(
             pl_module,

@@ -15,7 +15,7 @@ from lightning_vram.callbacks.hook_points import (
     AroundStep,
     Depth,
     FitTechnique,
-    frees_nothing,
+    offload_is_useless,
     refuse_moved_parameters,
 )
 from lightning_vram.core.host.memory import OffloadError
@@ -30,8 +30,8 @@ class ActivationOffload(FitTechnique):
     Copies run on a side stream; the backward prefetches. With :class:`ActivationCheckpointing`, only layer inputs and
     the results named in its ``save`` are offloaded; with ``InPlaceFusion`` or ``ActivationCompression``, what these
     leave. Parameters, buffers, batches and small tensors stay on the device. Host memory is allocated in the first
-    step, reused in each, and released after ``fit``. A GPU that shares the host's memory (Apple's, GB10, Jetson)
-    offloads to ``disk_path`` only: without, one warning, and nothing is moved.
+    step, reused in each, and released after ``fit``. On a GPU that shares memory with the CPU
+    (Apple, GB10, Jetson) it works only with ``disk_path``; otherwise it warns and has no effect.
 
     Args:
         min_offload_bytes: Smaller tensors stay on the device: an ``int``, or text such as ``"256KiB"``.
@@ -99,7 +99,9 @@ class ActivationOffload(FitTechnique):
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
-        if self.disk_path is None and frees_nothing("ActivationOffload", trainer.strategy.root_device):
+        way_out = "Use ActivationCheckpointing(), or ActivationOffload(disk_path=...)."
+        device, result = trainer.strategy.root_device, "ActivationOffload has no effect"
+        if self.disk_path is None and offload_is_useless(device, result, way_out):
             return
         try:
             self._offloading = ActivationOffloading(

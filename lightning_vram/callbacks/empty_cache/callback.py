@@ -18,9 +18,9 @@ from lightning_vram.argument_checks import check_bool, check_positive_int
 from lightning_vram.callbacks.hook_points import check_trainer
 from lightning_vram.memory.device.accelerators import (
     PeakWatch,
-    counts_peaks,
     empty_cache,
     has_cache,
+    has_growing_cache,
     holds_much_more,
     read_allocator,
 )
@@ -38,8 +38,9 @@ class EmptyCache(Callback):
     sum of both. All ranks empty their caches at the same batch, so that no rank waits for another. Nothing is stored in
     checkpoints. On a device without a cache, such as a CPU, nothing happens, and a message is logged.
 
-    Apple GPUs keep the blocks of each tensor size they meet, without limit. There the cache is also emptied after a
-    training batch at whose end the driver holds over 1.5 times the most bytes seen in tensors, and 1 GiB more.
+    On Apple GPUs PyTorch keeps blocks of every batch shape until macOS swaps. There, allocated memory is also read
+    before each backward and after each training batch. If the driver then holds over 1.5 times the largest value read,
+    and at least 1 GiB more, the cache is emptied.
 
     Args:
         every_n_batches: Also empty the cache after every n-th training batch of an epoch. Counts batches, not optimizer
@@ -89,8 +90,8 @@ class EmptyCache(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         device = trainer.strategy.root_device
-        if has_cache(device) and not counts_peaks(device):
-            self._watch = PeakWatch(device)
+        self._watch = PeakWatch(device) if has_growing_cache(device) else None
+        if self._watch is not None:
             self._watch.restart()
 
     @override
@@ -118,11 +119,11 @@ class EmptyCache(Callback):
         self._release(trainer)
 
     @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._watch = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_watch": None}  # a copy is not part of any run
+        return {name: value for name, value in vars(self).items() if name != "_watch"}  # a copy has no run
 
     def _release(self, trainer: pl.Trainer) -> None:
         device = trainer.strategy.root_device

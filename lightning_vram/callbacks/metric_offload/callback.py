@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
-from lightning_vram.callbacks.hook_points import FitTechnique, frees_nothing
+from lightning_vram.callbacks.hook_points import FitTechnique, offload_is_useless
 from lightning_vram.core.patching import MethodPatch
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.private_names.metrics import APPLY, SYNC_STATES, converts_dtype, default_states, placed_on
@@ -178,7 +178,7 @@ class MetricOffload(FitTechnique):
 
     @override
     def _apply(self, trainer: pl.Trainer) -> None:
-        self._is_useless = frees_nothing("MetricOffload", trainer.strategy.root_device)
+        self._is_useless = offload_is_useless(trainer.strategy.root_device, "MetricOffload has no effect", "Remove it.")
         if self._is_useless:
             return
         self._offload(trainer.lightning_module)

@@ -50,7 +50,7 @@ class VRAMMonitor(Callback):
     They go to every logger as ``vram/peak_allocated_bytes``, ``vram/backward/peak_allocated_bytes`` and so on, to the
     progress bar as ``vram`` (highest peak so far), and to a file that ``lightning-vram report`` prints: each
     measurement in training, the one with the highest peak in validation, test and prediction (``vram/validate/...``).
-    On an accelerator that counts peaks, those of the batches between measurements are included.
+    If the accelerator counts peaks (not on Apple GPUs), batches between measurements are included.
 
     An out-of-memory error gets notes with the last measurement and, unless ``path`` is ``None``, a report
     ``out_of_memory.md`` next to that file: requested memory, memory by category, the cause, and which features would

@@ -39,7 +39,8 @@ from lightning_vram.memory.tracking.tracker import track_memory
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.plan import MemoryPlan, TracedSteps
 from lightning_vram.planner.scheme import Exactness, Found, Workload
-from lightning_vram.planner.search import bucket_views, fastest
+from lightning_vram.planner.search import fastest
+from lightning_vram.private_names.lightning import ddp_arguments
 from lightning_vram.report.estimate import picture
 from lightning_vram.report.out_of_memory import OutOfMemory, Place, Work, page, summary
 from lightning_vram.report.plan import choices
@@ -166,7 +167,8 @@ def _facts(trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource,
         by_module=dict(timeline.peak_by_module),
         growth=tuple(last.ends),
         shares_host_memory=shares_host_memory(device),
-        ddp_views=tuple(part.to_code() for part in bucket_views({"strategy": trainer.strategy}, trainer.world_size)),
+        may_view_buckets=isinstance(trainer.strategy, DDPStrategy)
+        and "gradient_as_bucket_view" not in ddp_arguments(trainer.strategy),
     )
 
 

@@ -61,8 +61,8 @@ def _is_metal(kind: str) -> bool:
 def shares_host_memory(device: torch.device) -> bool:
     """Whether ``device`` computes in the memory of the host, so that moving tensors to the host frees nothing.
 
-    Apple GPUs do, and integrated GPUs: NVIDIA's GB10 and Jetson, AMD's APUs, Intel's. An APU with a part of the memory
-    of its own, set in the BIOS, does not: the host does not count that part as its memory.
+    Apple GPUs do, and integrated GPUs: NVIDIA's GB10 and Jetson, APUs of AMD and Intel. An APU for which the BIOS
+    reserves more memory than it leaves to the host does not: the reserved part is no memory of the host.
     """
     if _is_metal(device.type):
         return True
@@ -209,7 +209,8 @@ class _MetalAllocator(_Allocator):
         self.read(device)
 
     def memory_info(self, device: torch.device) -> tuple[int, int]:
-        all_bytes = int(torch.get_device_module(device).recommended_max_memory())
+        memory: Any = torch.get_device_module(device)
+        all_bytes = int(memory.recommended_max_memory())
         rest_bytes = max(0, all_bytes - self.read(device).reserved_bytes)
         available_bytes = available_host_bytes()
         return rest_bytes if available_bytes is None else min(available_bytes, rest_bytes), all_bytes
@@ -236,6 +237,11 @@ def _allocator(device: torch.device) -> _Allocator:
 def has_cache(device: torch.device) -> bool:
     """Whether tensors on ``device`` come from a caching allocator that :func:`empty_cache` can shrink."""
     return has_statistics(device.type)
+
+
+def has_growing_cache(device: torch.device) -> bool:
+    """Whether the cache of ``device`` keeps blocks of all sizes that were ever used, as on Apple GPUs."""
+    return _is_metal(device.type)
 
 
 def counts_peaks(device: torch.device) -> bool:
@@ -385,9 +391,10 @@ def configure_allocator(environment: MutableMapping[str, str] = os.environ) -> b
     Use it if reserved memory is much larger than allocated memory. It sets the environment of this process and of those
     that it starts. Call it before the first tensor is on the GPU; ``lightning-vram fit`` does. A setting of your own
     wins: export ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False`` for programs that share CUDA tensors between
-    processes, or whose CUDA graphs do not work with expandable segments. It does nothing where PyTorch does not
-    support them: without CUDA, on Windows, under WSL2 (pytorch#192330), on Jetson (unsloth-zoo#1235), and on ROCm,
-    where the first copy to the GPU may hang (pytorch#192259).
+    processes, or whose CUDA graphs do not work with expandable segments. It does nothing without CUDA, on Windows, and
+    where they are known to fail: WSL2 (https://github.com/pytorch/pytorch/issues/192330), Jetson
+    (https://github.com/unslothai/unsloth-zoo/pull/1235) and ROCm (https://github.com/pytorch/pytorch/issues/192259).
+    Export the setting to use them there.
 
     Args:
         environment: Mapping that receives the setting.
@@ -417,7 +424,7 @@ def configure_allocator(environment: MutableMapping[str, str] = os.environ) -> b
 
 
 def supports_expandable_segments(root: Path = Path("/")) -> bool:
-    """Whether expandable segments work with this build on this machine, without asking the driver."""
+    """Whether expandable segments are known to work with this build on this machine. The driver is not asked."""
     is_cuda = torch.version.cuda is not None and sys.platform != "win32"
     return is_cuda and not is_wsl(root) and not is_tegra(root)
 

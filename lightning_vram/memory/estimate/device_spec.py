@@ -33,7 +33,7 @@ class DeviceSpec:
         context_bytes: Measured memory of the CUDA context. ``None``: a default for the GPU.
         workspace_bytes: Measured cuBLAS workspace of one handle. ``None``: a default for the GPU.
         is_workspace_kept: Whether cuBLAS keeps that workspace, measured. ``None``: a default for the GPU.
-        shares_host_memory: Whether the GPU computes in the host's memory, so that nothing is offloaded.
+        shares_host_memory: Whether GPU and CPU share memory (GB10, Jetson, Apple). Plans then contain no offload.
 
     Raises:
         TypeError: If ``memory_bytes`` is not an ``int``.
@@ -98,7 +98,8 @@ def find_device(name: str) -> DeviceSpec:
         close = f" Did you mean {', '.join(_close_to(name))}?" if _close_to(name) else ""
         raise ValueError(
             f"device {name!r} is unknown.{close} `lightning-vram estimate --device list` prints all. For another GPU: "
-            "DeviceSpec(name=..., memory_bytes=...), or --device NAME --device_memory 24GiB."
+            "DeviceSpec(name=..., memory_bytes=...), or --device NAME --device_memory 24GiB. For one that shares "
+            "memory with the CPU (Apple): DeviceSpec(..., shares_host_memory=True)."
         )
     return found
 
@@ -110,7 +111,10 @@ def known_devices() -> tuple[DeviceSpec, ...]:
 
 
 def describe_this_device(kind: str | None = None) -> DeviceSpec:
-    """Return the accelerator of this machine, of a kind: memory from its driver, the rest by its name."""
+    """Describe this machine's accelerator, of type ``kind``: memory by its driver, the rest by its name.
+
+    A ``RuntimeError`` if no GPU reports its memory.
+    """
     import torch  # seconds, of which a list of names needs nothing
 
     from lightning_vram.memory.device import accelerators

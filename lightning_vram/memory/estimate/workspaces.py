@@ -83,6 +83,10 @@ def _allocates_for_each_product() -> bool:
     return header.is_file() and "CUDABlasHandleWithWorkspace" in header.read_text()
 
 
+_NO_APPLE = (
+    "calibrate does not support Apple GPUs: MPS counts no peaks. Estimate without it: device=DeviceSpec('Apple GPU', "
+    "memory_bytes, shares_host_memory=True)."
+)
 _FIRST_SIZE = 256  # of a product, whose result is smaller than any workspace
 _SIZE = 8192  # of products that are timed
 _COPY_BYTES = 256 * MIB
@@ -95,12 +99,13 @@ _FORMATS = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16,
 def calibrate(on_progress: Callable[[str, float], None] = lambda stage, done: None) -> DeviceSpec:
     """Measure the accelerator of this machine, in some seconds and 1 GiB; call it before anything was multiplied.
 
-    A ``RuntimeError`` if there is no accelerator, or other processes use it: their memory looks like the driver's own.
+    A ``RuntimeError`` if there is no accelerator, if it is an Apple GPU, or if other processes use it: their memory
+    looks like the driver's own.
     """
     spec = describe_this_device()
     device = torch.device(accelerators.current_kind(), torch.accelerator.current_device_index())
     if not accelerators.counts_peaks(device):
-        raise RuntimeError("Apple GPUs report no peak memory, and cannot be calibrated. Estimates do not need it.")
+        raise RuntimeError(_NO_APPLE)
     on_progress("measuring the cuBLAS workspace", 0.0)
     workspace_bytes, is_kept = _measure_workspace(device)
     on_progress("measuring memory bandwidth", 0.1)

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_vram.argument_checks import check_bool, check_choice, check_number, check_positive_int
-from lightning_vram.callbacks.hook_points import frees_nothing
+from lightning_vram.callbacks.hook_points import offload_is_useless
 from lightning_vram.memory.device.accelerators import has_cache
 from lightning_vram.memory.units import parse_bytes
 from lightning_vram.precision import LeanMixedPrecision
@@ -82,9 +82,14 @@ def check_run(trainer: pl.Trainer, device: torch.device, device_bytes: Any, name
 
 
 def decline_offload(arguments: SimpleNamespace, device: torch.device) -> None:
-    """Keep everything on a device that shares the host's memory, unless the host's copy is smaller or on disk."""
+    """Keep everything on a device that shares the host's memory, unless arguments make the host's copy smaller."""
     is_plain = (arguments.nvme_path, arguments.master, arguments.host_state) == (None, "fp32", "fp32")
-    if arguments.offload != "none" and is_plain and frees_nothing(NAME, device):
+    way_out = "nvme_path, host_state='8bit' or master='split' save memory."
+    if (
+        arguments.offload != "none"
+        and is_plain
+        and offload_is_useless(device, f"{NAME} runs with offload='none'", way_out)
+    ):
         vars(arguments).update(offload="none", device_bytes=None, pin_memory=None, bind_to_numa_node=None)
 
 

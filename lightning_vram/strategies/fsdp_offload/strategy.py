@@ -84,8 +84,8 @@ class FSDPOffloadStrategy(CheckpointedStrategy):
     layers that are called several times before a backward, or without autocast, stay in 32 bit; the first batch is
     computed in 32 bit, and counts the calls. Master weights, optimizer state and checkpoints are fp32.
 
-    On a GPU that shares the host's memory (GB10, Jetson), offloading frees nothing: with one warning, the strategy runs
-    with ``offload="none"``, unless ``nvme_path``, ``master`` or ``host_state`` saves memory.
+    On a GPU that shares memory with the CPU (GB10, Jetson), offloading frees nothing: with one warning the strategy
+    runs with ``offload="none"``, unless you set ``nvme_path``, ``master`` or ``host_state``.
 
     ``WeightAveraging`` keeps its average as a shard on the host. ``StochasticWeightAveraging``, which copies the
     module, and ``ModelPruning`` are not supported.

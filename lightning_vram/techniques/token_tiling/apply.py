@@ -524,6 +524,8 @@ def _agree(one: Tensor, other: Tensor, why: str, slack: int = 1) -> bool:
     is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     epsilon = max(torch.finfo(one.dtype).eps, torch.finfo(torch.get_autocast_dtype(kind)).eps if is_cast else 0)
     tolerance = slack * epsilon * (2 if epsilon > _FEW_BITS else 100)
+    if kind == "mps":  # which has no float64
+        one, other = one.cpu(), other.cpu()
     if one.shape != other.shape or not (one.double() - other.double()).norm() <= tolerance * other.double().norm():
         raise NotAlone(why)
     return False

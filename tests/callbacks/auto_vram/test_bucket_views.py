@@ -79,6 +79,7 @@ def with_hook():
         (DDPStrategy(gradient_as_bucket_view=False), 2, None),
         (DDPStrategy(process_group=object()), 2, None),
         (with_hook(), 2, None),
+        (DDPStrategy(start_method="spawn"), 2, None),
         (SingleDeviceStrategy("cpu"), 1, None),
         (ForkingOffload(), 2, None),
         ("fsdp_offload", 2, None),

@@ -45,7 +45,8 @@ def test_an_unknown_card_is_told_apart_from_those_close_to_it():
     expected = (
         "device 'a100' is unknown. Did you mean A100 40GB, A100 SXM 40GB, A100 80GB, A100 SXM 80GB? `lightning-vram "
         "estimate --device list` prints all. For another GPU: DeviceSpec(name=..., memory_bytes=...), or --device NAME "
-        "--device_memory 24GiB."
+        "--device_memory 24GiB. For one that shares memory with the CPU (Apple): DeviceSpec(..., "
+        "shares_host_memory=True)."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         find_device("a100")
@@ -58,7 +59,7 @@ def test_what_is_known_of_a_card_goes_together(spec):
     assert 5 * GIB < spec.memory_bytes < 300 * GIB
     assert spec.memory_source
     # whoever packs more memory on a card gives it more bandwidth: what is written a digit off is seen here
-    assert 3e9 < spec.bandwidth_bytes_per_s / (spec.memory_bytes / GIB) < 120e9
+    assert 2e9 < spec.bandwidth_bytes_per_s / (spec.memory_bytes / GIB) < 120e9
     rates = spec.flops_per_s
     assert rates["fp32"] > 4e12
     assert set(rates) <= {"fp32", "tf32", "fp16", "bf16", "int8", "fp8"}
