@@ -30,7 +30,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.environments import ClusterEnvironment, LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
@@ -185,33 +185,45 @@ def make_trainer(
     return trainer
 
 
-def leave_out_reducer(strategy: Strategy, label: Callable[[Sequence[Tensor]], None]) -> None:
-    """Let DDP hold gradient buckets and wrap nothing: its reducer is C++ that reads pointers."""
+class FakeReducer:
+    """What DDP's reducer, C++ that reads pointers, does to gradients; until then the module is not wrapped.
 
-    def hold_buckets() -> None:
-        module: Any = strategy.lightning_module
+    It holds buckets, which DDP joins up to 25 MiB each. A backward that synchronizes copies gradients into them, and
+    back, or moves them there (``gradient_as_bucket_view``). Other backwards leave gradients where they are.
+    """
+
+    def __init__(self, strategy: DDPStrategy, label: Callable[[Sequence[Tensor]], None]) -> None:
+        self._strategy = strategy
+        self._label = label
+        self._is_blocked = False
+        strategy.configure_ddp = self._hold_buckets  # type: ignore[method-assign]
+        strategy.block_backward_sync = self._block  # type: ignore[method-assign]
+
+    def _hold_buckets(self) -> None:
+        module: Any = self._strategy.lightning_module
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        buckets = [parameter.new_zeros(parameter.shape) for parameter in parameters]  # DDP joins them up to 25 MiB each
-        label(buckets)
-        strategy.ddp_buckets = buckets  # type: ignore[attr-defined]  # as long as it
-        reduce = _move_into if ddp_arguments(strategy).get("gradient_as_bucket_view") else _copy_through  # type: ignore[arg-type]
-        for bucket, parameter in zip(buckets, parameters, strict=True):
-            parameter.register_post_accumulate_grad_hook(partial(reduce, bucket))
+        self._buckets = [parameter.new_zeros(parameter.shape) for parameter in parameters]
+        self._label(self._buckets)
+        for bucket, parameter in zip(self._buckets, parameters, strict=True):
+            parameter.register_post_accumulate_grad_hook(partial(self._reduce, bucket))
 
-    if isinstance(strategy, DDPStrategy):
-        strategy.configure_ddp = hold_buckets  # type: ignore[method-assign]
+    @contextmanager
+    def _block(self) -> Iterator[None]:
+        before, self._is_blocked = self._is_blocked, True
+        try:
+            yield
+        finally:
+            self._is_blocked = before
 
-
-def _move_into(view: Tensor, parameter: nn.Parameter) -> None:
-    if parameter.grad is not None and parameter.grad is not view:
-        view.copy_(parameter.grad)
-        parameter.grad = view
-
-
-def _copy_through(bucket: Tensor, parameter: nn.Parameter) -> None:
-    if parameter.grad is not None:
-        bucket.copy_(parameter.grad)
-        parameter.grad.copy_(bucket)
+    def _reduce(self, bucket: Tensor, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        if self._is_blocked or gradient is None or gradient is bucket or gradient.requires_grad:
+            return
+        bucket.copy_(gradient)
+        if ddp_arguments(self._strategy).get("gradient_as_bucket_view"):
+            parameter.grad = bucket
+        else:
+            gradient.copy_(bucket)
 
 
 def add_silent_logger(trainer: pl.Trainer) -> None:

@@ -28,7 +28,7 @@ from lightning_vram.memory.estimate.device_spec import DeviceSpec, describe_this
 from lightning_vram.memory.estimate.known_values import RecordedReads
 from lightning_vram.memory.host import available_host_bytes
 from lightning_vram.memory.units import parse_bytes, parse_limit
-from lightning_vram.private_names.lightning import ddp_arguments, mesh_sizes, notes_of_run, syncs_layers
+from lightning_vram.private_names.lightning import ddp_arguments, has_ddp_hook, mesh_sizes, notes_of_run, syncs_layers
 
 AUTO = "auto"
 
@@ -179,13 +179,18 @@ def read_trainer_arguments(trainer: pl.Trainer) -> dict[str, Any]:
     return arguments | ({"precision": plugin.precision} if type(plugin) in _BY_NAME else {"plugins": [plugin]})
 
 
+class _OtherDDP(DDPStrategy):
+    """A subclass, or one with a communication hook: what it does with gradients is not known."""
+
+
 def _another(strategy: Strategy) -> Strategy | str:
     if hasattr(strategy, "make_again"):  # of fsdp_offload
         return strategy.make_again()  # type: ignore[no-any-return]
     if isinstance(strategy, SingleDeviceStrategy):
         return "auto"
     if isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy):  # a subclass
-        return DDPStrategy(**copy.deepcopy(ddp_arguments(strategy)))
+        kind = DDPStrategy if type(strategy) is DDPStrategy and not has_ddp_hook(strategy) else _OtherDDP
+        return kind(**copy.deepcopy(ddp_arguments(strategy)))
     if isinstance(strategy, ModelParallelStrategy):
         return ModelParallelStrategy(**mesh_sizes(strategy))
     raise ValueError(f"{type(strategy).__name__} is not supported")

@@ -319,7 +319,8 @@ def _fit(
         trainer = fake_trainer.make_trainer(arguments, device, run.num_ranks, marks, folder)
         connect = trainer.strategy.setup_environment  # past modes: values of meshes of ranks count
         trainer.strategy.setup_environment = without_modes()(connect)  # type: ignore[method-assign]
-        fake_trainer.leave_out_reducer(trainer.strategy, tracker.label_gradients)
+        if isinstance(trainer.strategy, DDPStrategy):
+            fake_trainer.FakeReducer(trainer.strategy, tracker.label_gradients)
         stack.callback(register_optimizer_step_post_hook(marks.count_step).remove)
         if run.card is not None and device == FAKE_GPU:  # before the tracker: when the results of an operator are there
             stack.enter_context(Scratch(run.card, device, tracker.ledger.note_scratch))

@@ -8,13 +8,16 @@ sizes are one number each, and memory is nearly linear in it: a few steps find t
 are for activations, and are tried on top of each scheme. Nothing is added to a kind that the user's own Trainer has.
 """
 
+import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_vram.estimation.fake_trainer import as_list
 from lightning_vram.memory.units import MIB, format_argument, parse_bytes
@@ -119,18 +122,21 @@ def remedies_for(
 
 
 DDP = "lightning.pytorch.strategies.DDPStrategy"
+_IS_INTERACTIVE = hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def bucket_views(own: Mapping[str, Any], num_ranks: int) -> list[schemes.Part]:
     """Return DDP with its arguments and gradients as views of its buckets; nothing if that is set, or not DDP."""
     strategy = own.get("strategy")
     arguments: Mapping[str, Any] | None = None
-    if has_plain_strategy(own):
+    if has_plain_strategy(own) and (strategy == "ddp" or not _IS_INTERACTIVE):  # where Lightning would start others
         arguments = {} if num_ranks > 1 else None
     elif strategy == "ddp_find_unused_parameters_true":
         arguments = {"find_unused_parameters": True}
     elif is_plain_ddp(strategy):
-        arguments = ddp_arguments(cast(DDPStrategy, strategy))
+        given = ddp_arguments(cast(DDPStrategy, strategy))
+        defaults = inspect.signature(DistributedDataParallel).parameters
+        arguments = {name: value for name, value in given.items() if value != defaults[name].default}
     is_plain = arguments is not None and all(isinstance(value, bool | int | float) for value in arguments.values())
     if arguments is None or not is_plain or "gradient_as_bucket_view" in arguments:
         return []

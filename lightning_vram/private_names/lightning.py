@@ -225,11 +225,20 @@ ddp_arguments: Callable[[DDPStrategy], dict[str, Any]] = attrgetter("_ddp_kwargs
 """Return the arguments of DDP, without the module."""
 
 
+def has_ddp_hook(strategy: DDPStrategy) -> bool:
+    """Whether a communication hook reduces the gradients."""
+    return strategy._ddp_comm_hook is not None
+
+
+_OTHERS = attrgetter(
+    *("_ddp_comm_hook", "_start_method", "_process_group_backend", "_timeout", "_model_averaging_period"),
+    *("cluster_environment", "_checkpoint_io", "_precision_plugin"),
+)
+
+
 def is_plain_ddp(strategy: object) -> bool:
     """Whether a strategy is DDP with no other arguments than those of ``DistributedDataParallel``."""
-    names = ("_ddp_comm_hook", "_start_method", "_process_group_backend", "_timeout")
-    plain = attrgetter(*names)
-    return type(strategy) is DDPStrategy and plain(strategy) == plain(DDPStrategy())
+    return type(strategy) is DDPStrategy and _OTHERS(strategy) == _OTHERS(DDPStrategy())
 
 
 def mesh_sizes(strategy: ModelParallelStrategy) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -193,7 +194,13 @@ def can_repeat_step(trainer: pl.Trainer) -> bool:
     return is_alone and trainer.lightning_module.automatic_optimization and may_be_guarded(names)
 
 
+_VIEWS = {"gradient_as_bucket_view": True}
 _LATE = ("ActivationCheckpointing", "ActivationOffload")
+
+
+def _ddp_arguments_of(strategy: Any) -> dict[str, Any] | None:
+    """Return a copy of DDP's arguments; ``None``: another strategy."""
+    return dict(ddp_arguments(strategy)) if isinstance(strategy, DDPStrategy) else None
 
 
 class AppliedPlan:
@@ -206,12 +213,13 @@ class AppliedPlan:
         self._trainer = trainer
         self._callbacks: list[tuple[Part | None, Callback]] = [(None, callback) for callback in more]
         self._precision = trainer.strategy.precision_plugin
+        self._ddp_arguments = _ddp_arguments_of(trainer.strategy)
         self.decision, self.scheme = decision, decision.scheme
         for part in self.scheme.parts:
             if part.place == "plugins":
                 trainer.strategy.precision_plugin = part.make()
             elif part.place == "strategy":  # DDP's, whose arguments are read when it wraps the module
-                ddp_arguments(trainer.strategy).update(part.init_args)  # type: ignore[arg-type]
+                ddp_arguments(trainer.strategy).update(_VIEWS)  # type: ignore[arg-type]
             else:
                 self._callbacks.append((part, part.make()))
         self._list.extend(callback for _, callback in self._callbacks)
@@ -257,8 +265,9 @@ class AppliedPlan:
         own, self._callbacks = [callback for _, callback in self._callbacks], []
         self._list[:] = [callback for callback in self._list if all(callback is not one for one in own)]
         self._trainer.strategy.precision_plugin = self._precision
-        if any(part.place == "strategy" for part in self.scheme.parts):
-            ddp_arguments(self._trainer.strategy).pop("gradient_as_bucket_view", None)  # type: ignore[arg-type]
+        if self._ddp_arguments is not None:
+            ddp_arguments(self._trainer.strategy).clear()  # type: ignore[arg-type]
+            ddp_arguments(self._trainer.strategy).update(self._ddp_arguments)  # type: ignore[arg-type]
         for callback in own:
             if exception is None:
                 callback.teardown(self._trainer, self._trainer.lightning_module, "fit")
@@ -335,8 +344,10 @@ def plan_key(run: RunningTrainer, plain: Measured, asked: tuple[Any, ...]) -> st
     """Hash the traced step, and what else decides on a plan; ``asked`` are the user's arguments."""
     device = torch.device(run.device.name)
     name = getattr(torch.get_device_module(device), "get_device_name", str)(device)
+    own = run.fit.trainer_arguments.get("strategy")
     parts = (
         asdict(plain),
+        type(own).__name__,
         asked,
         (
             name,
@@ -344,6 +355,7 @@ def plan_key(run: RunningTrainer, plain: Measured, asked: tuple[Any, ...]) -> st
             run.fit.num_ranks,
             run.num_devices,
         ),
+        sorted((name, str(value)) for name, value in (_ddp_arguments_of(own) or {}).items()),
         [(name, str(one.dtype), one.requires_grad) for name, one in run.module.named_parameters()],
         {
             kind: [type(one).__name__ for one in some]

@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_vram.callbacks.hook_points import FitTechnique
 from lightning_vram.estimation.batches import batch_size_of
@@ -40,7 +41,6 @@ from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.plan import MemoryPlan, TracedSteps
 from lightning_vram.planner.scheme import Exactness, Found, Workload
 from lightning_vram.planner.search import fastest
-from lightning_vram.private_names.lightning import ddp_arguments
 from lightning_vram.report.estimate import picture
 from lightning_vram.report.out_of_memory import OutOfMemory, Place, Work, page, summary
 from lightning_vram.report.plan import choices
@@ -155,6 +155,7 @@ def _facts(trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource,
             pass
         timeline = tracker.timeline.on(str(device))
     by_category = {str(category): size for category, size in timeline.peak_by_category.items()}
+    model = trainer.model
     rest_bytes = (request.allocated_bytes or 0) - timeline.peak_bytes
     return OutOfMemory(
         message=str(errors[-1]),
@@ -167,8 +168,7 @@ def _facts(trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource,
         by_module=dict(timeline.peak_by_module),
         growth=tuple(last.ends),
         shares_host_memory=shares_host_memory(device),
-        may_view_buckets=isinstance(trainer.strategy, DDPStrategy)
-        and "gradient_as_bucket_view" not in ddp_arguments(trainer.strategy),
+        may_view_buckets=isinstance(model, DistributedDataParallel) and not model.gradient_as_bucket_view,
     )
 
 

@@ -216,7 +216,7 @@ class _MetalAllocator(_Allocator):
         return rest_bytes if available_bytes is None else min(available_bytes, rest_bytes), all_bytes
 
     def limit(self, device: torch.device) -> float:
-        default = os.environ.get("PYTORCH_MPS_HIGH_WATERMARK_RATIO", _METAL_LIMIT)
+        default = os.environ.get("PYTORCH_MPS_HIGH_WATERMARK_RATIO") or _METAL_LIMIT
         return float(default) if self._limit is None else self._limit
 
     def set_limit(self, device: torch.device, share: float) -> None:

@@ -8,10 +8,12 @@ from support.helpers import ForkingOffload
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_vram import AutoVRAM, OptimizerInBackward
+from lightning_vram import AutoVRAM, OptimizerInBackward, estimate_memory
 from lightning_vram.callbacks.auto_vram.decision import AppliedPlan, Decision, load_plan, save_plan
+from lightning_vram.estimation.running_trainer import _OtherDDP, read_trainer_arguments
 from lightning_vram.estimation.step_time import StepTime
 from lightning_vram.memory.units import MIB
+from lightning_vram.planner import search
 from lightning_vram.planner.scheme import Exactness, Found, Measured, Scheme
 from lightning_vram.planner.search import DDP, bucket_views
 from lightning_vram.private_names.lightning import ddp_arguments
@@ -39,10 +41,8 @@ def forked(**arguments):
 
 
 @pytest.mark.distributed
-@pytest.mark.slow_except("1")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_they_are_switched_on_where_that_is_enough(same_as_baseline, monkeypatch, accumulated):
+def test_they_are_switched_on_where_that_is_enough(same_as_baseline):
     class Look(pl.Callback):
         takes_no_memory = True
 
@@ -50,8 +50,19 @@ def test_they_are_switched_on_where_that_is_enough(same_as_baseline, monkeypatch
             assert trainer.model.gradient_as_bucket_view
             assert [type(one) for one in trainer.callbacks] == [AutoVRAM, Look]  # nothing else is needed
 
-    options = {"devices": 2, "accumulate_grad_batches": accumulated, "baseline": {"strategy": forked()}}
+    options = {"devices": 2, "baseline": {"strategy": forked()}}
     same_as_baseline(Wide, AutoVRAM("18.5MiB", cache=False), Look(), strategy=forked(), **options)
+
+
+def test_they_save_nothing_where_a_backward_does_not_synchronize():
+    def peak(accumulated, **arguments):
+        own = {"strategy": DDPStrategy(**arguments), "accumulate_grad_batches": accumulated}
+        return estimate_memory(Wide(), torch.ones(4, 512), device="cpu", devices=2, trainer=own, find_limits=False)
+
+    weights = sum(one.nbytes for one in Wide().parameters())
+    plain, views = (peak(1, gradient_as_bucket_view=is_view).peak_bytes for is_view in (False, True))
+    assert plain - views == pytest.approx(weights, rel=0.05)
+    assert peak(2).peak_bytes - peak(2, gradient_as_bucket_view=True).peak_bytes < 0.3 * weights  # one of four layers
 
 
 @pytest.mark.slow
@@ -76,7 +87,9 @@ def with_hook():
         ("ddp", 3, {}),
         ("ddp_find_unused_parameters_true", 2, {"find_unused_parameters": True}),
         (DDPStrategy(bucket_cap_mb=1), 8, {"bucket_cap_mb": 1}),
-        (DDPStrategy(gradient_as_bucket_view=False), 2, None),
+        (DDPStrategy(gradient_as_bucket_view=False, find_unused_parameters=True), 2, {"find_unused_parameters": True}),
+        (DDPStrategy(gradient_as_bucket_view=True), 2, None),
+        (_OtherDDP(), 2, None),
         (DDPStrategy(process_group=object()), 2, None),
         (with_hook(), 2, None),
         (DDPStrategy(start_method="spawn"), 2, None),
@@ -103,12 +116,27 @@ def decision_with_views():
     return Decision("", found=Found(tried[0], tried[1], tried), budget_bytes=MIB)
 
 
-def test_the_strategy_has_them_for_one_fit(make_trainer):
-    trainer = make_trainer(strategy=DDPStrategy(find_unused_parameters=True), devices=2)
+@pytest.mark.parametrize("given", [{"find_unused_parameters": True}, {"gradient_as_bucket_view": False}], ids=str)
+def test_the_strategy_has_them_for_one_fit(make_trainer, given):
+    trainer = make_trainer(strategy=DDPStrategy(**given), devices=2)
     plan = AppliedPlan(trainer, decision_with_views())
-    assert ddp_arguments(trainer.strategy) == {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    assert ddp_arguments(trainer.strategy) == given | {"gradient_as_bucket_view": True}
     plan.end()
-    assert ddp_arguments(trainer.strategy) == {"find_unused_parameters": True}
+    assert ddp_arguments(trainer.strategy) == given
+
+
+@pytest.mark.parametrize(
+    ("strategy", "offered"), [(forked(bucket_cap_mb=1), True), (with_hook(), False)], ids=["own launcher", "hook"]
+)
+def test_a_running_trainer_offers_them(make_trainer, strategy, offered):
+    trainer = make_trainer(strategy=strategy, devices=2)
+    assert bool(bucket_views(read_trainer_arguments(trainer), 2)) is offered
+
+
+def test_in_a_notebook_lightning_chooses_how_processes_start(monkeypatch):
+    monkeypatch.setattr(search, "_IS_INTERACTIVE", True)
+    assert bucket_views({}, 2) == []
+    assert bucket_views({"strategy": "ddp"}, 2)
 
 
 def test_a_plan_with_them_is_read_back(tmp_path):
