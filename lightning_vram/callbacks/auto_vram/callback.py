@@ -27,7 +27,7 @@ from lightning_vram.core.ranks import RankAgreement
 from lightning_vram.estimation.batches import count_elements, largest_shape
 from lightning_vram.estimation.fake_trainer import RunCallbacks, check_run_callbacks
 from lightning_vram.estimation.running_trainer import AUTO, check_limit, decide_together, forget_shared, limit_bytes
-from lightning_vram.memory.device.accelerators import ProcessLimit, can_limit, has_cache, limited_share
+from lightning_vram.memory.device.accelerators import ProcessLimit, can_limit, counts_peaks, limited_share
 from lightning_vram.memory.units import format_bytes
 from lightning_vram.planner.scheme import LEVELS, Exactness, Part, Scheme
 from lightning_vram.planner.search import CHECKPOINTING, may_be_guarded
@@ -67,7 +67,8 @@ class AutoVRAM(Callback):
         allow: How the trained weights compare with the baseline. ``"exact"``: bitwise identical. ``"lossless"``: equal
             up to floating-point rounding. ``"any"``: approximate; gradients, moments and frozen weights may differ by a
             bounded error.
-        replan: Whether to correct the plan once, with the measured first steps.
+        replan: Whether to correct the plan once, with the measured first steps. Not on Apple GPUs, which count no
+            peaks.
         run_callbacks: The user's own callbacks that planning runs, by class or name: those that change the module or
             the step. Loggers, checkpoints, progress bars and other callbacks are skipped.
         cache: Whether to reuse plans of earlier runs, which takes one traced step, and to save this one. ``False``
@@ -161,7 +162,7 @@ class AutoVRAM(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         forget_shared(trainer)
         device, plan = trainer.strategy.root_device, self._plan
-        if self.replan and plan is not None and plan.decision.found and plan.scheme.parts and has_cache(device):
+        if self.replan and plan is not None and plan.decision.found and plan.scheme.parts and counts_peaks(device):
             self._first_steps = FirstSteps(device)
 
     @override

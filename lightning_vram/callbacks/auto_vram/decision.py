@@ -413,10 +413,9 @@ def _read_measured(saved: dict[str, Any]) -> Measured:
 
 
 def _read_part(saved: dict[str, Any]) -> Part:
-    if (
-        not saved["class_path"].startswith(_OURS) and saved["class_path"] != DDP
-    ):  # a file of plans must not run other code
-        raise ValueError(f"{saved['class_path']!r} is not a class of lightning_vram")
+    class_path = saved["class_path"]
+    if not class_path.startswith(_OURS) and class_path != DDP:  # a file of plans must not run other code
+        raise ValueError(f"{class_path!r} is not a class of lightning_vram")
     return Part(**{**saved, "exactness": Exactness(saved["exactness"]), "replaces": tuple(saved["replaces"])})
 
 
