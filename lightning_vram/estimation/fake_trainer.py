@@ -186,26 +186,28 @@ def make_trainer(
 
 
 class FakeReducer:
-    """What DDP's reducer, C++ that reads pointers, does to gradients; until then the module is not wrapped.
+    """Holds the buckets of DDP's reducer, which is C++ that reads pointers, and wraps nothing.
 
-    It holds buckets, which DDP joins up to 25 MiB each. A backward that synchronizes copies gradients into them, and
-    back, or moves them there (``gradient_as_bucket_view``). Other backwards leave gradients where they are.
+    DDP joins buckets up to 25 MiB each. With ``gradient_as_bucket_view``, gradients move into them in a backward that
+    synchronizes; the next forward makes new ones, while gradients that were not zeroed yet hold the old ones.
     """
 
     def __init__(self, strategy: DDPStrategy, label: Callable[[Sequence[Tensor]], None]) -> None:
         self._strategy = strategy
         self._label = label
-        self._is_blocked = False
+        self._is_blocked = self._has_hooks = self._has_reduced = self._is_rebuilt = False
         strategy.configure_ddp = self._hold_buckets  # type: ignore[method-assign]
-        strategy.block_backward_sync = self._block  # type: ignore[method-assign]
+        if ddp_arguments(strategy).get("gradient_as_bucket_view"):
+            strategy.block_backward_sync = self._block  # type: ignore[method-assign]
+            strategy.pre_backward = self._pre_backward  # type: ignore[method-assign]
+            strategy.training_step = self._training_step  # type: ignore[method-assign]
 
     def _hold_buckets(self) -> None:
         module: Any = self._strategy.lightning_module
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._buckets = [parameter.new_zeros(parameter.shape) for parameter in parameters]
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._buckets: list[Tensor] = []  # old ones go first
+        self._buckets = [parameter.new_empty(parameter.shape) for parameter in self._parameters]
         self._label(self._buckets)
-        for bucket, parameter in zip(self._buckets, parameters, strict=True):
-            parameter.register_post_accumulate_grad_hook(partial(self._reduce, bucket))
 
     @contextmanager
     def _block(self) -> Iterator[None]:
@@ -215,15 +217,22 @@ class FakeReducer:
         finally:
             self._is_blocked = before
 
-    def _reduce(self, bucket: Tensor, parameter: nn.Parameter) -> None:
-        gradient = parameter.grad
-        if self._is_blocked or gradient is None or gradient is bucket or gradient.requires_grad:
-            return
-        bucket.copy_(gradient)
-        if ddp_arguments(self._strategy).get("gradient_as_bucket_view"):
-            parameter.grad = bucket
-        else:
-            gradient.copy_(bucket)
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+        is_fixed = ddp_arguments(self._strategy).get("find_unused_parameters")  # such buckets are never made anew
+        if self._has_reduced and not (self._is_rebuilt or self._is_blocked or is_fixed):
+            self._is_rebuilt = True
+            self._hold_buckets()
+        return type(self._strategy).training_step(self._strategy, *args, **kwargs)
+
+    def _pre_backward(self, closure_loss: Tensor) -> None:
+        if not self._has_hooks:  # not earlier: features refuse hooks of the user when training starts
+            self._has_hooks = True
+            for index, parameter in enumerate(self._parameters):
+                parameter.register_post_accumulate_grad_hook(partial(self._move, index))
+
+    def _move(self, index: int, parameter: nn.Parameter) -> None:
+        if not (self._is_blocked or parameter.grad is None or parameter.grad.requires_grad):
+            parameter.grad, self._has_reduced = self._buckets[index], True
 
 
 def add_silent_logger(trainer: pl.Trainer) -> None:

@@ -138,7 +138,9 @@ def bucket_views(own: Mapping[str, Any], num_ranks: int) -> list[schemes.Part]:
         defaults = inspect.signature(DistributedDataParallel).parameters
         arguments = {name: value for name, value in given.items() if value != defaults[name].default}
     is_plain = arguments is not None and all(isinstance(value, bool | int | float) for value in arguments.values())
-    if arguments is None or not is_plain or "gradient_as_bucket_view" in arguments:
+    if arguments is None or not is_plain or arguments.keys() & {"gradient_as_bucket_view", "static_graph"}:
+        return []
+    if (own.get("accumulate_grad_batches") or 1) > 1:  # a backward without reduction leaves gradients out of buckets
         return []
     # A copy into a bucket multiplies gradients by the reciprocal of the number of ranks; a view is divided by it.
     exactness = EXACT if num_ranks & (num_ranks - 1) == 0 else LOSSLESS
@@ -255,7 +257,11 @@ class _Search:
         """Add the free features that help."""
         start = baseline
         for part in self._remedies.free:
-            leaner = self._run(start.scheme + part)
+            scheme = start.scheme
+            # Gradients must not be in the old buckets when the second forward makes new ones.
+            if part.class_path == DDP and EARLY_RELEASE in self._remedies.free and EARLY_RELEASE not in scheme.parts:
+                scheme += EARLY_RELEASE
+            leaner = self._run(scheme + part)
             if leaner is not None and leaner.needed_bytes < start.needed_bytes:
                 start = leaner
             if self._fits(start):

@@ -133,10 +133,8 @@ def _if_host_has_more(text: str) -> Hint:
 
 
 def _bucket_views(found: OutOfMemory) -> str:
-    views = (
-        "gradients in DDP's buckets only, 4 bytes per parameter less: `strategy=DDPStrategy({})`, and your arguments"
-    )
-    return views.format("gradient_as_bucket_view=True") if found.may_view_buckets else ""
+    line = "strategy=DDPStrategy(gradient_as_bucket_view=True), callbacks=[EarlyRelease()]"
+    return f"gradients in DDP's buckets only, 4 bytes per parameter less: `{line}`" if found.may_view_buckets else ""
 
 
 def _monitor(found: OutOfMemory) -> str:

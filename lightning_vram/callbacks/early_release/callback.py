@@ -41,14 +41,6 @@ def why_not_first(trainer: pl.Trainer) -> str | None:
     return None
 
 
-def why_buckets_stay(trainer: pl.Trainer) -> str | None:
-    """Return why DDP holds the memory of gradients, once the module is wrapped; ``None`` if it does not."""
-    model = trainer.strategy.model
-    if isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view:
-        return "with gradient_as_bucket_view=True DDP's buckets hold them for the whole run."
-    return None
-
-
 Zero = Callable[[], None]
 
 
@@ -93,8 +85,9 @@ class EarlyRelease(FitTechnique):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if (why := why_buckets_stay(trainer)) is not None:
-            rank_zero_warn(f"EarlyRelease does not free gradients: {why}")
+        model = trainer.strategy.model
+        if isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view:
+            self._has_reported = True  # buckets are freed once, in the second batch
         if self.collect_every_n_steps is not None:
             self._collection = PacedCollection(self.collect_every_n_steps, trainer.global_step)
 

@@ -192,7 +192,7 @@ def _advice(estimate: MemoryEstimate, views: Sequence[Part]) -> str:
         most = f"{estimate.max_batch_size} would fit" if estimate.max_batch_size else "and not even one fits"
         sentences.append(f"The batch has {estimate.batch_size} samples, {most}.")
     kind = _HELPS_PER_SAMPLE if largest in _PER_SAMPLE else _HELPS_PER_PARAMETER
-    helps = [*(f"strategy={part.to_code()}" for part in views), *kind]
+    helps = [*(f"strategy={part.to_code()} with EarlyRelease()" for part in views), *kind]
     helps += [] if estimate.device.shares_host_memory else [_ON_HOST[kind]]
     listed = f"{', '.join(helps[:-1])} or {helps[-1]}" if len(helps) > 1 else helps[0]
     return " ".join([*sentences, f"What helps: {listed}."])

@@ -168,7 +168,9 @@ def _facts(trainer: pl.Trainer, error: BaseException, source: OutOfMemorySource,
         by_module=dict(timeline.peak_by_module),
         growth=tuple(last.ends),
         shares_host_memory=shares_host_memory(device),
-        may_view_buckets=isinstance(model, DistributedDataParallel) and not model.gradient_as_bucket_view,
+        may_view_buckets=isinstance(model, DistributedDataParallel)
+        and not model.gradient_as_bucket_view
+        and trainer.accumulate_grad_batches == 1,
     )
 
 

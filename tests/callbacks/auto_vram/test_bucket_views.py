@@ -8,7 +8,7 @@ from support.helpers import ForkingOffload
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_vram import AutoVRAM, OptimizerInBackward, estimate_memory
+from lightning_vram import AutoVRAM, EarlyRelease, MicroBatching, OptimizerInBackward, estimate_memory
 from lightning_vram.callbacks.auto_vram.decision import AppliedPlan, Decision, load_plan, save_plan
 from lightning_vram.estimation.running_trainer import _OtherDDP, read_trainer_arguments
 from lightning_vram.estimation.step_time import StepTime
@@ -48,21 +48,28 @@ def test_they_are_switched_on_where_that_is_enough(same_as_baseline):
 
         def on_train_start(self, trainer, pl_module):
             assert trainer.model.gradient_as_bucket_view
-            assert [type(one) for one in trainer.callbacks] == [AutoVRAM, Look]  # nothing else is needed
+            assert [type(one) for one in trainer.callbacks] == [AutoVRAM, Look, EarlyRelease]
 
     options = {"devices": 2, "baseline": {"strategy": forked()}}
     same_as_baseline(Wide, AutoVRAM("18.5MiB", cache=False), Look(), strategy=forked(), **options)
 
 
-def test_they_save_nothing_where_a_backward_does_not_synchronize():
-    def peak(accumulated, **arguments):
-        own = {"strategy": DDPStrategy(**arguments), "accumulate_grad_batches": accumulated}
-        return estimate_memory(Wide(), torch.ones(4, 512), device="cpu", devices=2, trainer=own, find_limits=False)
+@pytest.mark.parametrize("more", [(), (MicroBatching(2),)], ids=["whole", "micro-batches"])
+def test_they_save_where_backwards_synchronize_and_gradients_are_freed_early(more):
+    def peak(*callbacks, accumulated=1, is_view=True):
+        strategy = DDPStrategy(gradient_as_bucket_view=is_view)
+        own = {"strategy": strategy, "accumulate_grad_batches": accumulated, "callbacks": [*callbacks, *more]}
+        rows = torch.ones(4, 512)
+        return estimate_memory(Wide(), rows, device="cpu", devices=2, trainer=own, find_limits=False).peak_bytes
 
     weights = sum(one.nbytes for one in Wide().parameters())
-    plain, views = (peak(1, gradient_as_bucket_view=is_view).peak_bytes for is_view in (False, True))
-    assert plain - views == pytest.approx(weights, rel=0.05)
-    assert peak(2).peak_bytes - peak(2, gradient_as_bucket_view=True).peak_bytes < 0.3 * weights  # one of four layers
+    plain, least = peak(is_view=False), peak(EarlyRelease())
+    assert peak(accumulated=2, is_view=False) - peak(accumulated=2) < 0.3 * weights  # one of four layers
+    if more:  # of several backwards in a step, only the last one synchronizes
+        assert 0 <= plain - least < 0.3 * weights
+    else:
+        assert plain - least > 0.95 * weights
+        assert peak() - least > 0.4 * weights  # buckets are made anew
 
 
 @pytest.mark.slow
@@ -89,6 +96,7 @@ def with_hook():
         (DDPStrategy(bucket_cap_mb=1), 8, {"bucket_cap_mb": 1}),
         (DDPStrategy(gradient_as_bucket_view=False, find_unused_parameters=True), 2, {"find_unused_parameters": True}),
         (DDPStrategy(gradient_as_bucket_view=True), 2, None),
+        (DDPStrategy(static_graph=True), 2, None),
         (_OtherDDP(), 2, None),
         (DDPStrategy(process_group=object()), 2, None),
         (with_hook(), 2, None),
