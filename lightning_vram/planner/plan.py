@@ -69,7 +69,7 @@ class TracedSteps:
         limits = {"has_strategies": has_strategies, "knows_host": host_bytes is not None}
         remedies = remedies_for(own, level, may_offload=self._may_offload, module=self.module, **limits)
         views = [part for part in bucket_views(own, self.run.num_ranks) if part.exactness <= level]
-        remedies = replace(remedies, free=(*remedies.free[:1], *views, *remedies.free[1:]))
+        remedies = replace(remedies, free=tuple(sorted((*remedies.free, *views), key=lambda part: part.exactness)))
         transfer_bytes_per_s = 0.0 if card is None else bus_bytes_per_s(card) * _FORWARD_SHARE
         workload = schemes.Workload(budget_bytes, batch_size_of(self.batch) or 0, transfer_bytes_per_s, host_bytes)
         return search(self, workload, remedies)

@@ -245,7 +245,7 @@ def has_growing_cache(device: torch.device) -> bool:
 
 
 def counts_peaks(device: torch.device) -> bool:
-    """Whether the allocator of ``device`` notes peaks. If not, those that are read here are the most ever *read*."""
+    """Whether the allocator of ``device`` counts peaks. If not, the peaks returned here are the largest values read."""
     return _has_peaks(device.type)
 
 
